@@ -1,0 +1,46 @@
+"""Tiles between global and shared memory, 16 bytes a thread."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+COPY_BITS = 128
+
+
+def make_gmem_tiled_copies(dtype, tile_cols: int, num_threads: int):
+    """The tiled copies gmem -> smem (cp.async) and smem -> gmem (through registers).
+
+    Consecutive threads take consecutive 16-byte vectors, at most 128 bytes along a row, so that a warp
+    reads whole 128-byte lines and a quarter-warp fills the eight 16-byte banks of one row.
+    """
+    vector = COPY_BITS // dtype.width
+    threads_per_row = min(tile_cols, 1024 // dtype.width) // vector
+    thread_layout = cute.make_layout(
+        (num_threads // threads_per_row, threads_per_row), stride=(threads_per_row, 1)
+    )
+    value_layout = cute.make_layout((1, vector))
+    load_atom = cute.make_copy_atom(
+        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=COPY_BITS
+    )
+    store_atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=COPY_BITS)
+    return (
+        cute.make_tiled_copy_tv(load_atom, thread_layout, value_layout),
+        cute.make_tiled_copy_tv(store_atom, thread_layout, value_layout),
+    )
+
+
+@cute.jit
+def copy_rows(tiled_copy: cute.TiledCopy, src: cute.Tensor, dst: cute.Tensor, rows: cute.Tensor, num_rows):
+    """Copies a thread's share of a tile, rows at or past ``num_rows`` left out.
+
+    ``src`` and ``dst`` are partitioned (CPY, CPY_M, CPY_K); ``rows`` is the identity tensor of the tile,
+    partitioned alike. cp.async writes zeros where a row is left out; a plain store writes nothing.
+    """
+    pred = cute.make_rmem_tensor(
+        cute.make_layout((1, src.shape[1], src.shape[2]), stride=(0, 1, 0)), cutlass.Boolean
+    )
+    for m in cutlass.range_constexpr(src.shape[1]):
+        pred[0, m, 0] = rows[0, m, 0][0] < num_rows
+    cute.copy(tiled_copy, src, dst, pred=pred)

@@ -1,0 +1,1 @@
+"""Attention kernels, one mechanism a file. The ladder (``cute_fa.ladder``) gives them their names."""

@@ -1,0 +1,178 @@
+"""FlashAttention-2 forward, one step after the other: kernel1 and kernel2 of the ladder.
+
+One CTA computes one tile of queries of one head; its warps own 16 query rows each:
+
+    load Q
+    for each tile of keys:
+        load K and V             cp.async, 16 bytes a thread; wait for both
+        acc_S  = Q K^T           ldmatrix, mma.sync
+        P      = softmax(acc_S)  in registers, online
+        acc_O += P V             ldmatrix transposed, mma.sync
+    store O                      through shared memory, to leave in 16-byte vectors
+
+Every access to shared memory (cp.async, ldmatrix plain and transposed, the 4-byte stores and 16-byte
+loads of O) goes through tensors built from the one layout of the configuration. Nothing else here knows
+which layout it is.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync  # noqa: F401
+
+from cute_fa.config import KernelConfig
+from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies
+from cute_fa.device.mask import mask_scores
+from cute_fa.device.mma import (
+    SmemOperand,
+    acc_as_operand_a,
+    acc_as_rows,
+    gemm_rs,
+    gemm_ss,
+    make_ldmatrix_atom,
+    make_tiled_mma,
+)
+from cute_fa.device.softmax import LOG2_E, OnlineSoftmax
+from layouts.cute_adapter import to_cute
+
+
+class Sm80Serial:
+    """The kernel for one static problem and one configuration."""
+
+    def __init__(self, head_dim: int, causal: bool, config: KernelConfig):
+        self.head_dim = head_dim
+        self.causal = causal
+        self.config = config
+        self.layout_Q = config.layout.on(config.tile_m, head_dim)
+        self.layout_KV = config.layout.on(config.tile_n, head_dim)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: Optional[cute.Tensor],
+        softmax_scale: cutlass.Float32,
+        stream,
+    ):
+        """Launches the kernel: Q, O (B, S_q, H, D); K, V (B, S_k, H_kv, D); LSE (B, H, S_q) or None."""
+        batch, seqlen_q, num_heads, _ = mQ.shape
+        # One dimension, since the y and z extents of a grid end at 65535.
+        num_ctas = cute.ceil_div(seqlen_q, self.config.tile_m) * num_heads * batch
+        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E).launch(
+            grid=(num_ctas, 1, 1), block=(self.config.num_threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: Optional[cute.Tensor],
+        scale_log2: cutlass.Float32,
+    ):
+        tile_m, tile_n, head_dim = self.config.tile_m, self.config.tile_n, self.head_dim
+        dtype = mQ.element_type
+        seqlen_q, num_heads = mQ.shape[1], mQ.shape[2]
+        seqlen_k, num_heads_kv = mK.shape[1], mK.shape[2]
+        tidx, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        num_m_blocks = cute.ceil_div(seqlen_q, tile_m)
+        m_block = cta % num_m_blocks
+        head = cta // num_m_blocks % num_heads
+        batch = cta // num_m_blocks // num_heads
+        head_kv = head // (num_heads // num_heads_kv)
+
+        # Tiles in global memory: (tile, D), those of K and V with the block as a further mode.
+        gQ = cute.local_tile(mQ[batch, None, head, None], (tile_m, head_dim), (m_block, 0))
+        gO = cute.local_tile(mO[batch, None, head, None], (tile_m, head_dim), (m_block, 0))
+        gK = cute.local_tile(mK[batch, None, head_kv, None], (tile_n, head_dim), (None, 0))
+        gV = cute.local_tile(mV[batch, None, head_kv, None], (tile_n, head_dim), (None, 0))
+
+        # Tiles in shared memory. O takes the place of Q, which is no longer needed by then.
+        smem = cutlass.utils.SmemAllocator()
+        sQ = smem.allocate_tensor(dtype, to_cute(self.layout_Q), byte_alignment=1024)
+        sK = smem.allocate_tensor(dtype, to_cute(self.layout_KV), byte_alignment=1024)
+        sV = smem.allocate_tensor(dtype, to_cute(self.layout_KV), byte_alignment=1024)
+        sO = sQ
+        sVt = cute.composition(sV, cute.make_layout((head_dim, tile_n), stride=(tile_n, 1)))
+
+        load_copy, store_copy = make_gmem_tiled_copies(dtype, head_dim, self.config.num_threads)
+        thr_load, thr_store = load_copy.get_slice(tidx), store_copy.get_slice(tidx)
+        tQcQ = thr_load.partition_S(cute.make_identity_tensor((tile_m, head_dim)))
+        tKcK = thr_load.partition_S(cute.make_identity_tensor((tile_n, head_dim)))
+        tQgQ, tQsQ = thr_load.partition_S(gQ), thr_load.partition_D(sQ)
+        tKgK, tKsK = thr_load.partition_S(gK), thr_load.partition_D(sK)
+        tVgV, tVsV = thr_load.partition_S(gV), thr_load.partition_D(sV)
+
+        tiled_mma = make_tiled_mma(dtype, self.config.num_threads // 32)
+        thr_mma = tiled_mma.get_slice(tidx)
+        ldmatrix, ldmatrix_trans = make_ldmatrix_atom(dtype, False), make_ldmatrix_atom(dtype, True)
+        tSrQ = SmemOperand(ldmatrix, tiled_mma, "A", sQ, tidx)
+        tSrK = SmemOperand(ldmatrix, tiled_mma, "B", sK, tidx)
+        tOrVt = SmemOperand(ldmatrix_trans, tiled_mma, "B", sVt, tidx)
+        acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile_m, tile_n)), cutlass.Float32)
+        acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile_m, head_dim)), cutlass.Float32)
+        acc_O.fill(0.0)
+        cS = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, tile_n))))
+        softmax = OnlineSoftmax.start(cute.size(cS, mode=[0]), scale_log2)
+
+        # Row m of this tile sees keys up to m + first_diagonal (the last query sees the last key).
+        first_diagonal = m_block * tile_m + seqlen_k - seqlen_q
+        num_keys = seqlen_k
+        if cutlass.const_expr(self.causal):
+            num_keys = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + tile_m))
+
+        copy_rows(load_copy, tQgQ, tQsQ, tQcQ, seqlen_q - m_block * tile_m)
+        for n_block in cutlass.range(cute.ceil_div(num_keys, tile_n), unroll=1):
+            keys_left = seqlen_k - n_block * tile_n
+            copy_rows(load_copy, tKgK[None, None, None, n_block], tKsK, tKcK, keys_left)
+            copy_rows(load_copy, tVgV[None, None, None, n_block], tVsV, tKcK, keys_left)
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+
+            acc_S.fill(0.0)
+            gemm_ss(tiled_mma, acc_S, tSrQ, tSrK)
+
+            diagonal = first_diagonal - n_block * tile_n
+            needs_mask = keys_left < tile_n
+            if cutlass.const_expr(self.causal):
+                needs_mask = needs_mask or diagonal < tile_n - 1
+            if needs_mask:
+                mask_scores(acc_as_rows(acc_S), cS, keys_left, diagonal, self.causal)
+
+            softmax.update(acc_S, acc_O)
+            gemm_rs(tiled_mma, acc_O, acc_as_operand_a(acc_S, dtype), tOrVt)
+            cute.arch.sync_threads()  # K and V are read; the next tiles may overwrite them
+
+        lse = softmax.finish(acc_O)
+        if cutlass.const_expr(mLSE is not None):
+            cO = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, head_dim))))
+            if cO[0, 0][1] == 0:  # one lane of each quad
+                for r in cutlass.range_constexpr(cute.size(cO, mode=[0])):
+                    row = m_block * tile_m + cO[r, 0][0]
+                    if row < seqlen_q:
+                        mLSE[batch, head, row] = lse[r]
+
+        # O: registers -> shared memory, two elements a thread and store; then out in 16-byte vectors.
+        # A CTA whose queries see no key has not yet waited for Q, whose place O takes.
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        rO = cute.make_rmem_tensor(acc_O.layout, dtype)
+        rO.store(acc_O.load().to(dtype))
+        acc_store_atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=32)
+        acc_store = cute.make_tiled_copy_C(acc_store_atom, tiled_mma).get_slice(tidx)
+        cute.copy(acc_store_atom, acc_store.retile(rO), acc_store.partition_D(sO))
+        cute.arch.sync_threads()
+        tOsO, tOgO = thr_store.partition_S(sO), thr_store.partition_D(gO)
+        tOrO = cute.make_fragment_like(tOgO, dtype)
+        cute.copy(store_copy, tOsO, tOrO)
+        copy_rows(store_copy, tOrO, tOgO, tQcQ, seqlen_q - m_block * tile_m)

@@ -1,0 +1,21 @@
+"""The one adapter from a layout value to CuTe. Importing it imports the CuTe DSL."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+
+from layouts.smem_layout import TileLayout
+
+
+def to_cute(layout: TileLayout) -> cute.ComposedLayout:
+    """The CuTe layout of a tile: (rows, cols) -> element offset. Call it while a kernel is traced.
+
+    Every layout, the unswizzled ones too, becomes ``Swizzle o 0 o shape:stride``, so a kernel's source
+    does not depend on which layout it was given.
+    """
+    swizzle = layout.layout.swizzle
+    return cute.make_composed_layout(
+        cute.make_swizzle(swizzle.bits, swizzle.base, swizzle.shift),
+        0,
+        cute.make_layout(layout.shape, stride=layout.stride),
+    )
