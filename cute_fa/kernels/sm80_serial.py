@@ -17,8 +17,6 @@ which layout it is.
 
 from __future__ import annotations
 
-from typing import Optional
-
 import cutlass
 import cutlass.cute as cute
 
@@ -48,15 +46,17 @@ class Sm80Serial:
     @staticmethod
     def smem_bytes(head_dim: int, config: KernelConfig) -> int:
         """Shared memory of a CTA in bytes: Q (later O), K and V."""
-        buffers = [config.layout.on(rows, head_dim).cosize * 2 for rows in (config.tile_m, config.tile_n, config.tile_n)]
+        buffers = [
+            config.layout.on(rows, head_dim).cosize * 2 for rows in (config.tile_m, config.tile_n, config.tile_n)
+        ]
         return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in buffers)
 
     @staticmethod
     def check(head_dim: int, config: KernelConfig, arch: str) -> None:
         """Raises ValueError if the kernel can't be built with this configuration."""
-        if config.tile_m != 16 * (config.num_threads // 32):
+        if config.tile_m % (16 * (config.num_threads // 32)):
             raise ValueError(
-                f"tile_m must be 16 rows for each of the {config.num_threads // 32} warps, got {config.tile_m}"
+                f"tile_m must be a multiple of 16 rows for each of the {config.num_threads // 32} warps, got {config.tile_m}"
             )
         for rows in {config.tile_m, config.tile_n}:
             require_vectors(config.layout.on(rows, head_dim))
@@ -81,7 +81,7 @@ class Sm80Serial:
         mK: cute.Tensor,
         mV: cute.Tensor,
         mO: cute.Tensor,
-        mLSE: Optional[cute.Tensor],
+        mLSE: cute.Tensor | None,
         softmax_scale: cutlass.Float32,
         stream,
     ):
@@ -104,7 +104,7 @@ class Sm80Serial:
         mK: cute.Tensor,
         mV: cute.Tensor,
         mO: cute.Tensor,
-        mLSE: Optional[cute.Tensor],
+        mLSE: cute.Tensor | None,
         scale_log2: cutlass.Float32,
     ):
         tile_m, tile_n, head_dim = self.config.tile_m, self.config.tile_n, self.head_dim
