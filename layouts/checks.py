@@ -1,0 +1,80 @@
+"""Checks that a layout, or a mapping that isn't written as one, is fit for use; each says where it fails."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from layouts.smem_layout import TileLayout
+
+
+def tile_offsets(tile: TileLayout) -> np.ndarray:
+    """Offsets of every element of a tile, in elements: int64 array (rows, cols)."""
+    rows, cols = tile.tile
+    return tile.offset(np.arange(rows)[:, None], np.arange(cols)[None, :])
+
+
+def first_clash(offsets: np.ndarray) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Two (row, col) that share an offset, in an array (rows, cols) of offsets; None if there are none."""
+    flat = offsets.reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    same = np.flatnonzero(flat[order][1:] == flat[order][:-1])
+    if not len(same):
+        return None
+    first, second = sorted((order[same[0]], order[same[0] + 1]))
+    cols = offsets.shape[1]
+    return (int(first // cols), int(first % cols)), (int(second // cols), int(second % cols))
+
+
+@lru_cache(maxsize=256)
+def require_vectors(tile: TileLayout, vector: int = 8) -> None:
+    """Refuses a layout that the kernels' vector accesses can't use.
+
+    A kernel moves whole vectors of ``vector`` elements along a row (cp.async, ldmatrix, 16-byte loads),
+    so the layout must keep each vector contiguous and aligned to its own size, must give every element
+    of the tile a place of its own, and must stay inside the memory set aside for it (``cosize``).
+
+    Args:
+        tile: the layout over a tile of rows x cols elements.
+        vector: elements in a vector; 8 of 16 bits are 16 bytes.
+
+    Raises:
+        ValueError: naming the layout, the first coordinate that fails and why.
+    """
+    name = f"layout {tile.layout.name!r} ({tile.layout}) on a {tile.tile[0]}x{tile.tile[1]} tile"
+    if tile.tile[1] % vector:
+        raise ValueError(f"{name}: its {tile.tile[1]} columns are not a multiple of the {vector}-element vector")
+    offsets = tile_offsets(tile)
+    outside = np.argwhere((offsets < 0) | (offsets >= tile.cosize))
+    if len(outside):
+        row, col = map(int, outside[0])
+        raise ValueError(
+            f"{name}: element ({row}, {col}) is at offset {offsets[row, col]}, outside the {tile.cosize} elements "
+            f"set aside for the tile"
+        )
+    vectors = offsets.reshape(tile.tile[0], -1, vector)
+    torn = np.argwhere(vectors != vectors[:, :, :1] + np.arange(vector))
+    if len(torn):
+        row, index, lane = map(int, torn[0])
+        col = index * vector
+        raise ValueError(
+            f"{name}: the {vector}-element vector at ({row}, {col}) is not contiguous: element ({row}, {col}) is at "
+            f"offset {offsets[row, col]} and ({row}, {col + lane}) at {offsets[row, col + lane]}, not at "
+            f"{offsets[row, col] + lane}; the column stride must be 1 and the swizzle's base at least "
+            f"{(vector - 1).bit_length()}"
+        )
+    crooked = np.argwhere(vectors[:, :, 0] % vector)
+    if len(crooked):
+        row, col = int(crooked[0][0]), int(crooked[0][1]) * vector
+        raise ValueError(
+            f"{name}: the {vector}-element vector at ({row}, {col}) starts at offset {offsets[row, col]}, which is "
+            f"not a multiple of {vector}; row strides (padding included) must be"
+        )
+    clash = first_clash(vectors[:, :, 0])
+    if clash:
+        (row_a, vec_a), (row_b, vec_b) = clash
+        raise ValueError(
+            f"{name}: elements ({row_a}, {vec_a * vector}) and ({row_b}, {vec_b * vector}) share offset "
+            f"{offsets[row_a, vec_a * vector]}; the map is not one-to-one"
+        )

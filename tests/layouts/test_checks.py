@@ -1,0 +1,31 @@
+import pytest
+
+from layouts import CATALOG, COLS, SmemLayout, Swizzle
+from layouts.checks import require_vectors
+
+
+@pytest.mark.parametrize("layout", CATALOG.values(), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("rows", (64, 128))
+@pytest.mark.parametrize("cols", (64, 128))
+def test_catalog_layouts_keep_vectors(layout, rows, cols):
+    require_vectors(layout.on(rows, cols))
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (SmemLayout("odd pad", (1, COLS), (COLS + 1, 1)), r"\(1, 0\) starts at offset 65"),
+        (SmemLayout("small base", (1, COLS), (COLS, 1), Swizzle(3, 2, 3)), r"base at least 3"),
+        (SmemLayout("rows overlap", (8, 64), (32, 1)), r"\(0, 32\) and \(1, 0\) share offset 32"),
+        (SmemLayout("column major", (8, 64), (1, 8)), r"\(0, 0\) is not contiguous"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_unusable_layouts_are_refused_with_the_place(layout, message):
+    with pytest.raises(ValueError, match=message):
+        require_vectors(layout.on(64, 64))
+
+
+def test_columns_must_hold_whole_vectors():
+    with pytest.raises(ValueError, match="60 columns are not a multiple of the 8-element vector"):
+        require_vectors(SmemLayout("plain", (1, COLS), (COLS, 1)).on(64, 60))
