@@ -15,7 +15,7 @@ from cute_fa.emulator.report import EmulationError, EmulationReport
 from cute_fa.emulator.translate import translate
 from cute_fa.emulator.wavefronts import WavefrontCounter
 
-BATCH_THREADS = 1024
+BATCH_THREADS = 2048
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Frame:
     """The threads that execute a block together, and their registers.
 
     ``threads`` are numbers in the batch (CTA after CTA), ascending. ``registers`` maps a width to
-    (rows, threads): the batch's own arrays when all its threads are here, copies otherwise.
+    (rows, threads): the batch's own arrays, views of them, or copies of the rows that the block touches.
     """
 
     def __init__(self, run: Batch, threads: np.ndarray, registers: dict[int, np.ndarray], whole_batch: bool):
@@ -123,6 +123,11 @@ class Batch:
         self.races.close(np.ones(self.num_ctas, bool))
 
     def _run_some(self, block, number, threads):
+        first, last = int(threads[0]), int(threads[-1])
+        if last - first + 1 == len(threads):  # neighbours: views of the registers will do
+            registers = {bits: file[:, first : last + 1] for bits, file in self.registers.items()}
+            self._run(block, number, Frame(self, threads, registers, whole_batch=False))
+            return
         registers = {}
         for bits, file in self.registers.items():
             registers[bits] = np.empty((len(file), len(threads)), file.dtype)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 PATHS = ("cp.async", "ldmatrix", "ldmatrix.trans", "ld.shared", "st.shared", "stmatrix")
+_FAULTS_SHOWN = 8
 
 
 class EmulationError(Exception):
@@ -99,14 +100,18 @@ class EmulationReport:
     def raise_for_faults(self):
         """Raises EmulationFault that lists the faults, if there are any."""
         if self.faults:
-            listed = "\n".join(f"  {fault}" for fault in self.faults[:10])
-            more = f"\n  … and {len(self.faults) - 10} more" if len(self.faults) > 10 else ""
-            raise EmulationFault(f"the emulated kernel has {len(self.faults)} faults:\n{listed}{more}")
+            raise EmulationFault(f"the emulated kernel has {len(self.faults)} faults:\n{self._listed_faults()}")
+
+    def _listed_faults(self) -> str:
+        lines = [f"  {fault}" for fault in self.faults[:_FAULTS_SHOWN]]
+        if len(self.faults) > _FAULTS_SHOWN:
+            lines.append(f"  … and {len(self.faults) - _FAULTS_SHOWN} more")
+        return "\n".join(lines)
 
     def __str__(self):
         lines = [f"{self.num_ctas} CTAs in {self.seconds:.2f} s ({self.seconds_per_cta * 1e3:.1f} ms a CTA)"]
         for path, (ideal, actual) in self.by_path().items():
             ways = actual / ideal if ideal else 1
             lines.append(f"  {path:<15} {actual:>12,} wavefronts, ideal {ideal:>12,} ({ways:.2f}-way)")
-        lines += [str(fault) for fault in self.faults] or ["  no faults"]
+        lines.append(self._listed_faults() or "  no faults")
         return "\n".join(lines)
