@@ -87,7 +87,8 @@ def test_nan_behind_the_last_key_does_not_enter(generator):
     case = Case(65, 70, 64)
     storage = [torch.full((1, 128, 2, 64), torch.nan, dtype=case.dtype) for _ in range(3)]
     tensors = [
-        whole[:, :s].copy_(values) for whole, values, s in zip(storage, case.tensors("cpu", generator), (65, 70, 70), strict=True)
+        whole[:, :s].copy_(values)
+        for whole, values, s in zip(storage, case.tensors("cpu", generator), (65, 70, 70), strict=True)
     ]
     result = emulated(case, *tensors)
     assert_close(case, *tensors, result.o, result.lse)

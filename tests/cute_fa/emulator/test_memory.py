@@ -73,7 +73,9 @@ def test_a_sync_instruction_orders_its_warp_and_no_other(between):
 
 
 def test_uninitialised_read_names_instruction_and_byte():
-    body = ADDRESS + "setp.ne.u32 %p1, %r0, 5;\n@%p1 st.shared.b32 [%r1], %r0;\nbar.sync 0;\nld.shared.b32 %r9, [%r1];\n"
+    body = (
+        ADDRESS + "setp.ne.u32 %p1, %r0, 5;\n@%p1 st.shared.b32 [%r1], %r0;\nbar.sync 0;\nld.shared.b32 %r9, [%r1];\n"
+    )
     report = run(body + OUT, np.zeros(64, np.uint32), shared_bytes=256, ctas=3)
     assert kinds(report) == {"uninitialised read"}
     (fault,) = report.faults
@@ -119,8 +121,10 @@ def test_global_bounds_name_the_tensor():
     assert writes.count == 1 and "write" in writes.detail
     with pytest.raises(EmulationFault, match="out of bounds"):
         report.raise_for_faults()
-    assert run("mov.b64 %rd5, 64;\nld.global.b32 %r9, [%rd5];", array).faults[0].detail.startswith(
-        "global read of 4 bytes at an address of no tensor"
+    assert (
+        run("mov.b64 %rd5, 64;\nld.global.b32 %r9, [%rd5];", array)
+        .faults[0]
+        .detail.startswith("global read of 4 bytes at an address of no tensor")
     )
 
 
@@ -172,7 +176,9 @@ def test_cp_async(wait):
     np.testing.assert_array_equal(out, np.arange(1, 65))
 
 
-@pytest.mark.parametrize("wait", ["", "cp.async.commit_group;", "cp.async.wait_group 0;", "cp.async.commit_group;\ncp.async.wait_group 1;"])
+@pytest.mark.parametrize(
+    "wait", ["", "cp.async.commit_group;", "cp.async.wait_group 0;", "cp.async.commit_group;\ncp.async.wait_group 1;"]
+)
 def test_cp_async_without_its_wait_or_commit(wait):
     report, out = copied(wait=wait)
     assert "read before wait" in kinds(report)
