@@ -40,3 +40,19 @@ def copy_rows(tiled_copy: cute.TiledCopy, src: cute.Tensor, dst: cute.Tensor, ro
     for m in cutlass.range_constexpr(src.shape[1]):
         pred[0, m, 0] = rows[0, m, 0][0] < num_rows
     cute.copy(tiled_copy, src, dst, pred=pred)
+
+
+@cute.jit
+def store_pairs(values: cute.Tensor, coords: cute.Tensor, tile: cute.Tensor):
+    """Stores a thread's accumulator to a shared-memory tile, two neighbouring columns at a time.
+
+    ``values`` and ``coords`` are (row, col) views of the accumulator; ``coords`` holds places in the tile.
+    Each pair gets its address from the tile's layout, whatever its swizzle: ``cute.copy`` takes a swizzle only
+    where the addresses of a thread differ by constants.
+    """
+    for r in cutlass.range_constexpr(cute.size(values, mode=[0])):
+        for c in cutlass.range_constexpr(0, cute.size(values, mode=[1]), 2):
+            pair = cute.make_rmem_tensor(2, values.element_type)
+            pair[0], pair[1] = values[r, c], values[r, c + 1]
+            at = (tile.iterator + cute.crd2idx(coords[r, c], tile.layout)).align(4)
+            cute.autovec_copy(pair, cute.make_tensor(at, cute.make_layout(2)))

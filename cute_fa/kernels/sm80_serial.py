@@ -22,7 +22,7 @@ import cutlass.cute as cute
 
 from cute_fa.arch import get_arch
 from cute_fa.config import KernelConfig
-from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies
+from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies, store_pairs
 from cute_fa.device.mask import mask_scores
 from cute_fa.device.mma import (
     SmemOperand,
@@ -184,8 +184,8 @@ class Sm80Serial:
             cute.arch.sync_threads()  # K and V are read; the next tiles may overwrite them
 
         lse = softmax.finish(acc_O)
+        cO = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, head_dim))))
         if cutlass.const_expr(mLSE is not None):
-            cO = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, head_dim))))
             if cO[0, 0][1] == 0:  # one lane of each quad
                 for r in cutlass.range_constexpr(cute.size(cO, mode=[0])):
                     row = m_block * tile_m + cO[r, 0][0]
@@ -198,9 +198,7 @@ class Sm80Serial:
         cute.arch.sync_threads()
         rO = cute.make_rmem_tensor(acc_O.layout, dtype)
         rO.store(acc_O.load().to(dtype))
-        acc_store_atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=32)
-        acc_store = cute.make_tiled_copy_C(acc_store_atom, tiled_mma).get_slice(tidx)
-        cute.copy(acc_store_atom, acc_store.retile(rO), acc_store.partition_D(sO))
+        store_pairs(acc_as_rows(rO), cO, sO)
         cute.arch.sync_threads()
         tOsO, tOgO = thr_store.partition_S(sO), thr_store.partition_D(gO)
         tOrO = cute.make_fragment_like(tOgO, dtype)
