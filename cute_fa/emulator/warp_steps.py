@@ -208,9 +208,7 @@ def _shuffle(group, rows, kernel):
     destinations = [i.operands[0].items if isinstance(i.operands[0], Vec) else (i.operands[0],) for i in instructions]
     write = writer([d[0] for d in destinations], rows)
     write_valid = writer([d[1] for d in destinations], rows) if len(destinations[0]) > 1 else None
-    value, b, c = (
-        reader([i.operands[k] for i in instructions], "b32", rows, kernel, first) for k in (1, 2, 3)
-    )
+    value, b, c = (reader([i.operands[k] for i in instructions], "b32", rows, kernel, first) for k in (1, 2, 3))
 
     def step(frame):
         require_whole_warps(frame, first)
