@@ -56,7 +56,7 @@ class Case:
 
     def __str__(self):
         seqlen = f"S={self.S_q}" if self.S_q == self.S_k else f"S_q={self.S_q} S_k={self.S_k}"
-        heads = f"H={self.H}" if self.H == self.H_kv else f"H={self.H} H_kv={self.H_kv}"
+        heads = f"H={self.H}" if self.H_kv == self.H else f"H={self.H} H_kv={self.H_kv}"
         return f"{self.dtype} B={self.B} {seqlen} {heads} D={self.D} {'causal' if self.causal else 'full'}"
 
 

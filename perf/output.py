@@ -66,9 +66,9 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
-    """A GitHub table: the first column left, all others right."""
-    align = ["left"] + ["right"] * (len(headers) - 1)
+def markdown_table(headers: list[str], rows: list[list[str]], text_columns: int = 1) -> str:
+    """A GitHub table: the first columns, which are text, to the left, all others to the right."""
+    align = ["left"] * text_columns + ["right"] * (len(headers) - text_columns)
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=align)
 
 

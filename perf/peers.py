@@ -18,7 +18,7 @@ MATMUL_SIZE = 8192
 
 def _prepare_sdpa(backend: SDPBackend):
     def prepare(case: Case, q, k, v) -> Callable[[], torch.Tensor]:
-        options = {"enable_gqa": case.H != case.H_kv, "is_causal": case.causal}
+        options = {"enable_gqa": case.H_kv != case.H, "is_causal": case.causal}
         if case.causal and case.S_q != case.S_k:
             # is_causal aligns the mask top left; only the bias object reaches a kernel that aligns it
             # bottom right, and that object dispatches to the flash kernel alone.

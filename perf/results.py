@@ -43,14 +43,17 @@ def results_path(device: str, what: str) -> Path:
     return RESULTS / slug(device) / f"{what}.json"
 
 
-def make_document(records: list[dict], device: str, argv: list[str] | None = None) -> dict:
-    """Records with what a reader needs to judge them: command, commit, date, device and versions."""
-    argv = sys.argv[1:] if argv is None else argv
+def make_document(records: list[dict], device: str, ok: bool = True) -> dict:
+    """Records with what a reader needs to judge them: command, commit, date, device and versions.
+
+    ``ok`` is false where the command found something wrong, such as a rung whose error is too large.
+    """
     return {
-        "command": shlex.join(["python", "-m", "perf", *argv]),
+        "command": shlex.join(["python", "-m", "perf", *sys.argv[1:]]),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": device,
+        "ok": ok,
         "versions": versions(),
         "records": records,
     }
@@ -79,7 +82,7 @@ def read_results(path: Path) -> dict | None:
         document = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    missing = {"command", "commit", "date", "device", "versions", "records"} - set(document)
+    missing = {"command", "commit", "date", "device", "ok", "versions", "records"} - set(document)
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
     return document

@@ -55,9 +55,9 @@ def main(args: argparse.Namespace) -> int:
         failures += [record for record in case_records if record["kind"] == "rung" and not record.get("correct", True)]
         if wants_tables(args):
             print(f"{case}\n{_table(case_records)}\n", flush=True)
-    emit(args, results.make_document(records, results.device_name()), _default_path(args))
+    emit(args, results.make_document(records, results.device_name(), not failures), _default_path(args))
     for record in failures:
-        print(
+        progress(
             f"WRONG: {record['name']} ({record['layout']}), S_q={record['S_q']} S_k={record['S_k']} D={record['D']} "
             f"causal={record['causal']}: error {record['error']:.3g}, allowed {record['error_allowed']:.3g}"
         )
