@@ -15,12 +15,15 @@ class KernelConfig:
         tile_m: query rows of a CTA.
         tile_n: key and value rows of one iteration.
         num_threads: threads of a CTA; each warp owns ``tile_m / (num_threads / 32)`` query rows.
+        ctas_per_sm: CTAs that the compiler leaves registers for on each SM, so that one computes while
+            another waits for its loads.
         layout: where the elements of the Q, K, V and O tiles lie in shared memory.
     """
 
     tile_m: int
     tile_n: int
     num_threads: int
+    ctas_per_sm: int
     layout: SmemLayout
 
     def __str__(self):

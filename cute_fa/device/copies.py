@@ -17,9 +17,7 @@ def make_gmem_tiled_copies(dtype, tile_cols: int, num_threads: int):
     """
     vector = COPY_BITS // dtype.width
     threads_per_row = min(tile_cols, 1024 // dtype.width) // vector
-    thread_layout = cute.make_layout(
-        (num_threads // threads_per_row, threads_per_row), stride=(threads_per_row, 1)
-    )
+    thread_layout = cute.make_layout((num_threads // threads_per_row, threads_per_row), stride=(threads_per_row, 1))
     value_layout = cute.make_layout((1, vector))
     load_atom = cute.make_copy_atom(
         cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=COPY_BITS
@@ -38,9 +36,7 @@ def copy_rows(tiled_copy: cute.TiledCopy, src: cute.Tensor, dst: cute.Tensor, ro
     ``src`` and ``dst`` are partitioned (CPY, CPY_M, CPY_K); ``rows`` is the identity tensor of the tile,
     partitioned alike. cp.async writes zeros where a row is left out; a plain store writes nothing.
     """
-    pred = cute.make_rmem_tensor(
-        cute.make_layout((1, src.shape[1], src.shape[2]), stride=(0, 1, 0)), cutlass.Boolean
-    )
+    pred = cute.make_rmem_tensor(cute.make_layout((1, src.shape[1], src.shape[2]), stride=(0, 1, 0)), cutlass.Boolean)
     for m in cutlass.range_constexpr(src.shape[1]):
         pred[0, m, 0] = rows[0, m, 0][0] < num_rows
     cute.copy(tiled_copy, src, dst, pred=pred)

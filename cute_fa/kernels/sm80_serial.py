@@ -17,12 +17,10 @@ which layout it is.
 
 from __future__ import annotations
 
-from typing import Optional
-
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync  # noqa: F401
 
+from cute_fa.arch import get_arch
 from cute_fa.config import KernelConfig
 from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies
 from cute_fa.device.mask import mask_scores
@@ -36,11 +34,38 @@ from cute_fa.device.mma import (
     make_tiled_mma,
 )
 from cute_fa.device.softmax import LOG2_E, OnlineSoftmax
+from layouts.checks import require_vectors
 from layouts.cute_adapter import to_cute
+
+SMEM_ALIGNMENT = 1024  # bytes; each buffer starts at bank 0
 
 
 class Sm80Serial:
     """The kernel for one static problem and one configuration."""
+
+    @staticmethod
+    def smem_bytes(head_dim: int, config: KernelConfig) -> int:
+        """Shared memory of a CTA in bytes: Q (later O), K and V."""
+        buffers = [
+            config.layout.on(rows, head_dim).cosize * 2 for rows in (config.tile_m, config.tile_n, config.tile_n)
+        ]
+        return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in buffers)
+
+    @staticmethod
+    def check(head_dim: int, config: KernelConfig, arch: str) -> None:
+        """Raises ValueError if the kernel can't be built with this configuration."""
+        if config.tile_m % (16 * (config.num_threads // 32)):
+            raise ValueError(
+                f"tile_m must be a multiple of 16 rows for each of the {config.num_threads // 32} warps, got {config.tile_m}"
+            )
+        for rows in {config.tile_m, config.tile_n}:
+            require_vectors(config.layout.on(rows, head_dim))
+        needed, limit = Sm80Serial.smem_bytes(head_dim, config), get_arch(arch).smem_per_cta
+        if needed > limit:
+            raise ValueError(
+                f"layout {config.layout.name!r} takes {needed} bytes of shared memory for tiles of {config.tile_m} and "
+                f"{config.tile_n} rows at head dimension {head_dim}; {arch} allows {limit}"
+            )
 
     def __init__(self, head_dim: int, causal: bool, config: KernelConfig):
         self.head_dim = head_dim
@@ -56,7 +81,7 @@ class Sm80Serial:
         mK: cute.Tensor,
         mV: cute.Tensor,
         mO: cute.Tensor,
-        mLSE: Optional[cute.Tensor],
+        mLSE: cute.Tensor | None,
         softmax_scale: cutlass.Float32,
         stream,
     ):
@@ -65,7 +90,11 @@ class Sm80Serial:
         # One dimension, since the y and z extents of a grid end at 65535.
         num_ctas = cute.ceil_div(seqlen_q, self.config.tile_m) * num_heads * batch
         self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E).launch(
-            grid=(num_ctas, 1, 1), block=(self.config.num_threads, 1, 1), stream=stream
+            grid=(num_ctas, 1, 1),
+            block=(self.config.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.config.ctas_per_sm,
+            preferred_smem_carveout=100,  # per cent: all of L1 that can be shared memory
         )
 
     @cute.kernel
@@ -75,7 +104,7 @@ class Sm80Serial:
         mK: cute.Tensor,
         mV: cute.Tensor,
         mO: cute.Tensor,
-        mLSE: Optional[cute.Tensor],
+        mLSE: cute.Tensor | None,
         scale_log2: cutlass.Float32,
     ):
         tile_m, tile_n, head_dim = self.config.tile_m, self.config.tile_n, self.head_dim
@@ -98,9 +127,9 @@ class Sm80Serial:
 
         # Tiles in shared memory. O takes the place of Q, which is no longer needed by then.
         smem = cutlass.utils.SmemAllocator()
-        sQ = smem.allocate_tensor(dtype, to_cute(self.layout_Q), byte_alignment=1024)
-        sK = smem.allocate_tensor(dtype, to_cute(self.layout_KV), byte_alignment=1024)
-        sV = smem.allocate_tensor(dtype, to_cute(self.layout_KV), byte_alignment=1024)
+        sQ = smem.allocate_tensor(dtype, to_cute(self.layout_Q), byte_alignment=SMEM_ALIGNMENT)
+        sK = smem.allocate_tensor(dtype, to_cute(self.layout_KV), byte_alignment=SMEM_ALIGNMENT)
+        sV = smem.allocate_tensor(dtype, to_cute(self.layout_KV), byte_alignment=SMEM_ALIGNMENT)
         sO = sQ
         sVt = cute.composition(sV, cute.make_layout((head_dim, tile_n), stride=(tile_n, 1)))
 

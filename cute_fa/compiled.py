@@ -1,0 +1,148 @@
+"""Compiled kernels: the only place that calls ``cute.compile``, and the cache before it.
+
+A kernel is compiled once for a (rung, static part of the problem, configuration, architecture); lengths,
+batch, heads and strides are run-time values. Compiled kernels are kept in memory, and as object files in
+a directory that later processes load from: ``CUTE_FA_CACHE_DIR``, else ``$XDG_CACHE_HOME/cute_fa``, else
+``~/.cache/cute_fa``. A directory that can't be written costs compile time, nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from cute_fa.config import KernelConfig
+from cute_fa.ladder import Rung
+from cute_fa.problem import VECTOR, VECTOR_BYTES, StaticProblem
+
+_CUTE_DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
+_EXPORTED_NAME = "cute_fa_forward"
+_compile_lock = threading.RLock()  # the DSL traces into process-wide state
+_in_memory: dict[tuple, Callable] = {}
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """What a compilation left behind: PTX text and the assembled cubin."""
+
+    ptx: str
+    cubin: bytes
+
+
+def get_compiled(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str) -> Callable:
+    """The compiled kernel as a function of (q, k, v, o, lse or None, softmax_scale), on torch tensors.
+
+    It launches on the current stream of the tensors' device.
+    """
+    key = (static, rung.name, config, arch)
+    with _compile_lock:
+        if key not in _in_memory:
+            path = cache_dir() / f"{_digest(*key, 'tvm-ffi object')}.o"
+            compiled = _load_object(path)
+            if compiled is None:
+                compiled = _compile(static, rung, config, arch, "--enable-tvm-ffi")
+                _store(path, lambda name: compiled.export_to_c(name, function_name=_EXPORTED_NAME))
+            _in_memory[key] = compiled
+        return _in_memory[key]
+
+
+def get_artifacts(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str) -> Artifacts:
+    """PTX and cubin of a kernel for any architecture; needs no GPU."""
+    key = (static, rung.name, config, arch)
+    with _compile_lock:
+        stem = cache_dir() / _digest(*key, "artifacts")
+        ptx_path, cubin_path = stem.with_suffix(".ptx"), stem.with_suffix(".cubin")
+        with contextlib.suppress(OSError):
+            return Artifacts(ptx_path.read_text(), cubin_path.read_bytes())
+        with tempfile.TemporaryDirectory() as dump_dir:
+            compiled = _compile(static, rung, config, arch, f"--keep-ptx --keep-cubin --dump-dir={dump_dir}")
+            artifacts = Artifacts(compiled.__ptx__, compiled.__cubin__)
+        _store(ptx_path, lambda name: Path(name).write_text(artifacts.ptx))
+        _store(cubin_path, lambda name: Path(name).write_bytes(artifacts.cubin))
+        return artifacts
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept between processes."""
+    if directory := os.environ.get("CUTE_FA_CACHE_DIR"):
+        return Path(directory)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_fa"
+
+
+def _compile(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str, options: str):
+    """Traces and compiles one kernel with every extent and stride dynamic but the last of Q, K, V, O."""
+    batch, seqlen_q, seqlen_k, num_heads, num_heads_kv = (cute.sym_int32() for _ in range(5))
+    dtype = _CUTE_DTYPES[static.dtype]
+
+    def fake_bshd(seqlen, heads):
+        strides = tuple(cute.sym_int64(divisibility=VECTOR) for _ in range(3))
+        shape = (batch, seqlen, heads, static.head_dim)
+        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=VECTOR_BYTES)
+
+    mQ, mO = fake_bshd(seqlen_q, num_heads), fake_bshd(seqlen_q, num_heads)
+    mK, mV = fake_bshd(seqlen_k, num_heads_kv), fake_bshd(seqlen_k, num_heads_kv)
+    mLSE = None
+    if static.return_lse:
+        shape, strides = (batch, num_heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1)
+        mLSE = make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
+    kernel = rung.kernel(static.head_dim, static.causal, config)
+    rung.kernel.kernel.set_name_prefix(f"cute_fa_{rung.name}", remove_cutlass_symbol=True, keep_mangled_name=False)
+    stream = make_fake_stream(use_tvm_ffi_env_stream="tvm-ffi" in options)
+    scale = cutlass.Float32(1.0)
+    return cute.compile(kernel, mQ, mK, mV, mO, mLSE, scale, stream, options=f"--gpu-arch {arch} {options}")
+
+
+def _load_object(path: Path) -> Callable | None:
+    if not path.exists():
+        return None
+    try:
+        return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), _EXPORTED_NAME)
+    except Exception:  # whatever is wrong with the file, compiling anew is right
+        return None
+
+
+def _store(path: Path, write: Callable[[str], object]) -> None:
+    """Writes a file whole or not at all; processes that race leave one of their equal results."""
+    temporary = path.with_name(f".{path.stem}-{os.getpid()}-{threading.get_ident()}{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(str(temporary))
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _digest(*parts) -> str:
+    return hashlib.sha256(repr((*parts, _source_digest(), *_versions())).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Changes with any source that a kernel is traced from."""
+    import layouts
+
+    package, layout_package = Path(__file__).parent, Path(layouts.__file__).parent
+    sources = [*sorted(package.glob("kernels/*.py")), *sorted(package.glob("device/*.py")), Path(__file__)]
+    sources += [layout_package / "smem_layout.py", layout_package / "cute_adapter.py"]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    packages = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+    return (*(importlib.metadata.version(package) for package in packages), platform.machine())

@@ -1,0 +1,99 @@
+"""The ladder: every kernel by its name, in order, with what each changed. The names live only here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cute_fa.config import KernelConfig
+from cute_fa.kernels.sm80_serial import Sm80Serial
+from cute_fa.problem import AttentionProblem
+from layouts import CATALOG, PLAIN, SWIZZLE_333, SmemLayout
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder.
+
+    Args:
+        name: what users call it.
+        kernel: the kernel's class.
+        config: what it is compiled with, unless the caller brings a layout.
+        min_arch: lowest compute capability that runs it, as (major, minor).
+        changed: what this rung changes against the one before, and what should follow.
+    """
+
+    name: str
+    kernel: type
+    config: KernelConfig
+    min_arch: tuple[int, int]
+    changed: str
+
+
+_SERIAL = KernelConfig(tile_m=64, tile_n=64, num_threads=128, ctas_per_sm=3, layout=PLAIN)
+
+LADDER: tuple[Rung, ...] = (
+    Rung(
+        name="kernel1",
+        kernel=Sm80Serial,
+        config=_SERIAL,
+        min_arch=(8, 0),
+        changed="FlashAttention-2 forward with row-major tiles in shared memory. Every ldmatrix and every store of "
+        "O is an 8-way bank conflict, so shared memory bounds it.",
+    ),
+    Rung(
+        name="kernel2",
+        kernel=Sm80Serial,
+        config=replace(_SERIAL, layout=SWIZZLE_333),
+        min_arch=(8, 0),
+        changed="The layout: Swizzle<3,3,3> o (8,64):(64,1). No access conflicts: an eighth of the wavefronts of "
+        "ldmatrix, and warps wait for global memory instead of shared memory.",
+    ),
+)
+
+KERNELS: dict[str, Rung] = {rung.name: rung for rung in LADDER}
+
+
+def resolve_layout(layout: str | SmemLayout) -> SmemLayout:
+    """A layout by its name in the catalog, or a layout value as it is.
+
+    Raises:
+        ValueError: no layout has that name.
+        TypeError: neither a name nor a layout.
+    """
+    if isinstance(layout, SmemLayout):
+        return layout
+    if not isinstance(layout, str):
+        raise TypeError(f"layout must be a name of the catalog or a SmemLayout, got {type(layout).__name__}")
+    if layout not in CATALOG:
+        raise ValueError(f"layout must be one of {', '.join(CATALOG)}, or a SmemLayout, got {layout!r}")
+    return CATALOG[layout]
+
+
+def resolve_kernel(kernel: str) -> Rung:
+    """A rung by its name; "auto" is the highest one.
+
+    Raises:
+        ValueError: no rung has that name.
+        TypeError: not a name.
+    """
+    if not isinstance(kernel, str):
+        raise TypeError(f"kernel must be the name of a kernel, got {type(kernel).__name__}")
+    if kernel == "auto":
+        return LADDER[-1]
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {kernel!r}")
+    return KERNELS[kernel]
+
+
+def select(
+    problem: AttentionProblem, arch: str, kernel: str = "auto", layout: str | SmemLayout | None = None
+) -> tuple[Rung, KernelConfig]:
+    """The rung that serves a problem on an architecture ("sm_80", "sm_90a"), and its configuration.
+
+    Raises:
+        ValueError, TypeError: an unknown kernel or layout, or one that the kernel can't take.
+    """
+    rung = resolve_kernel(kernel)
+    config = rung.config if layout is None else replace(rung.config, layout=resolve_layout(layout))
+    rung.kernel.check(problem.head_dim, config, arch)
+    return rung, config

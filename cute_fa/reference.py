@@ -1,0 +1,78 @@
+"""Attention in float32 or float64, written for clarity; and what a problem costs in operations and bytes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from cute_fa.problem import AttentionProblem
+
+
+def attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    round_probs_to: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention computed in ``dtype`` from upcast inputs, one head at a time.
+
+    Args:
+        q: (B, S_q, H, D); k, v: (B, S_k, H_kv, D).
+        causal: aligned at the bottom right, as in ``cute_fa.forward``.
+        round_probs_to: round the unnormalised probabilities to this type before the product with V, as a
+            kernel on tensor cores must; the error of that is what such a kernel can at best attain.
+
+    Returns:
+        o (B, S_q, H, D) and lse (B, H, S_q), both in ``dtype``; a row that sees no key has 0 and -inf.
+    """
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    seqlen_k, group = k.shape[1], num_heads // k.shape[2]
+    scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+    o = torch.empty(q.shape, dtype=dtype, device=q.device)
+    lse = torch.empty(batch, num_heads, seqlen_q, dtype=dtype, device=q.device)
+    hidden = None
+    if causal:
+        rows = torch.arange(seqlen_q, device=q.device)[:, None]
+        cols = torch.arange(seqlen_k, device=q.device)[None, :]
+        hidden = cols > rows + seqlen_k - seqlen_q
+    for b in range(batch):
+        for h in range(num_heads):
+            scores = (q[b, :, h].to(dtype) @ k[b, :, h // group].to(dtype).T) * scale
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, -math.inf)
+            row_max = scores.amax(1, keepdim=True) if seqlen_k else scores.new_full((seqlen_q, 1), -math.inf)
+            probs = torch.exp(scores - torch.where(row_max == -math.inf, 0.0, row_max))
+            row_sum = probs.sum(1, keepdim=True)
+            if round_probs_to is not None:
+                probs = probs.to(round_probs_to).to(dtype)
+            o[b, :, h] = probs @ v[b, :, h // group].to(dtype) / torch.where(row_sum == 0.0, 1.0, row_sum)
+            lse[b, h] = (row_max + torch.log(row_sum)).squeeze(1)
+    return o, lse
+
+
+def scores_computed(problem: AttentionProblem) -> int:
+    """Query-key pairs that some query sees, over all heads and batches."""
+    seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
+    pairs = seqlen_q * seqlen_k
+    if problem.causal:
+        # Query i sees min(S_k, max(0, i + 1 + S_k - S_q)) keys: an arithmetic series once it is above 0.
+        seeing = min(seqlen_q, seqlen_k)
+        pairs = seeing * (seqlen_k - seeing + 1 + seqlen_k) // 2
+    return pairs * problem.batch * problem.num_heads
+
+
+def flops(problem: AttentionProblem) -> int:
+    """Floating-point operations by the field's convention: 4 S_q S_k D a head, halved when causal."""
+    total = 4 * problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * problem.head_dim
+    return total // 2 if problem.causal else total
+
+
+def bytes_moved(problem: AttentionProblem) -> int:
+    """Bytes of q, k, v and o, each read or written once."""
+    rows = 2 * problem.seqlen_q * problem.num_heads + 2 * problem.seqlen_k * problem.num_heads_kv
+    return rows * problem.batch * problem.head_dim * problem.dtype.itemsize
