@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from layouts.access import Path, array_paths, kernel_paths
 from layouts.banks import KernelReport, bank_map, kernel_report
 from layouts.checks import bijection_fault, latin_fault, require_vectors, tile_offsets
@@ -109,9 +107,9 @@ def show(args) -> int:
     num_banks = subject.num_banks * 4 // width
     banks = offsets * subject.element_bytes // width % num_banks
     values = banks if args.what == "banks" else offsets
-    colour = args.color == "always" or (
-        args.color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    )
+    colour = args.color == "always"
+    if args.color == "auto":
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     unit = f"{width}-byte vector" if step > 1 else "element"
     meaning = f"{width}-byte bank" if args.what == "banks" else "offset in elements"
     print(f"{subject.title} on {subject.tile[0]}x{subject.tile[1]}: {meaning} of each {unit}")
@@ -135,9 +133,7 @@ def check(args) -> int:
         print(json.dumps(_records(report), indent=2))
     else:
         print(f"{subject.title}\n{subject.where}\n")
-        rows = [
-            (one.path.name, one.ways, one.wavefronts, one.ideal, _verdict(one.ways)) for one in report.reports
-        ]
+        rows = [(one.path.name, one.ways, one.wavefronts, one.ideal, _verdict(one.ways)) for one in report.reports]
         print(_table(rows, ("path", "ways", "wavefronts", "ideal", "verdict")))
         print()
         for line in _remarks(subject, report):
@@ -195,7 +191,8 @@ def compare(args) -> int:
     reports = [kernel_report(subject.layout, subject.paths) for subject in (left, right)]
     if args.json:
         records = zip(*map(_records, reports), strict=True)
-        print(json.dumps([{"path": a["path"], left.layout.name: a, right.layout.name: b} for a, b in records], indent=2))
+        pairs = [{"path": a["path"], left.layout.name: a, right.layout.name: b} for a, b in records]
+        print(json.dumps(pairs, indent=2))
         return 0
     print(f"A: {left.title}\nB: {right.title}\n{left.where}\n")
     rows = [

@@ -212,7 +212,7 @@ def accumulator_store(
     )
     rows, cols = _place(origins, accumulator_lanes(), 16 * np.arange(warps))
     width = 2 * element_bytes
-    return Path(name, f"st.shared.b{8 * width}", width, rows, cols, tile, buffer, element_bytes)
+    return Path(name, _shared("st", width), width, rows, cols, tile, buffer, element_bytes)
 
 
 def _shared(direction: str, width: int) -> str:

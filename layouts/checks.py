@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -11,10 +12,10 @@ from layouts.smem_layout import TileLayout
 
 
 def listed(noun: str, values: Sequence[int]) -> str:
-    """"row 3", "rows 0 to 7", "rows 0, 4, ..., 28" or "rows 0, 2, 5"."""
+    """ "row 3", "rows 0 to 7", "rows 0, 4, ..., 28" or "rows 0, 2, 5"."""
     if len(values) == 1:
         return f"{noun} {values[0]}"
-    steps = {after - before for before, after in zip(values, values[1:], strict=False)}
+    steps = {after - before for before, after in pairwise(values)}
     if len(values) > 2 and steps == {1}:
         return f"{noun}s {values[0]} to {values[-1]}"
     if len(values) > 4 and len(steps) == 1:
