@@ -13,6 +13,8 @@ from cute_fa.ladder import select
 from cute_fa.problem import VECTOR, AttentionProblem, check_no_grad, check_pointer
 from layouts import SmemLayout
 
+EMULATED_ARCH = "sm_80"
+
 
 def forward(
     q: torch.Tensor,
@@ -38,8 +40,8 @@ def forward(
         layout: another shared-memory layout for that kernel, by its name in the catalog or as a value.
 
     Returns:
-        o (B, S_q, H, D), contiguous, dtype and device of q; with ``return_lse`` also lse (B, H, S_q), fp32, natural logarithm. A query
-        that sees no key has o = 0 and lse = -inf.
+        o (B, S_q, H, D), contiguous, dtype and device of q; with ``return_lse`` also lse (B, H, S_q), fp32,
+        natural logarithm. A query that sees no key has o = 0 and lse = -inf.
 
     Raises:
         TypeError, ValueError: before anything is launched, naming the argument and what is allowed.
@@ -47,25 +49,23 @@ def forward(
     plan = _plan_for(q, k, v, causal, return_lse, kernel, layout)
     problem = plan.problem
     scale = problem.softmax_scale(softmax_scale)
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = None
     if return_lse:
         shape = (problem.batch, problem.num_heads, problem.seqlen_q)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    if plan.launch is not None:
-        q, k, v = (
-            _align_rows(tensor) if unaligned else tensor
-            for tensor, unaligned in zip((q, k, v), plan.unaligned, strict=True)
-        )
+    if plan.launch is None:
+        o.zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
+    else:
+        if plan.unaligned:
+            q, k, v = (_align_rows(tensor) for tensor in (q, k, v))
         if problem.device.index == torch.cuda.current_device():
             plan.launch(q, k, v, o, lse, scale)
         else:
             with torch.cuda.device(problem.device):
                 plan.launch(q, k, v, o, lse, scale)
-    else:
-        o.zero_()
-        if lse is not None:
-            lse.fill_(-torch.inf)
     return (o, lse) if return_lse else o
 
 
@@ -75,7 +75,7 @@ class _Plan:
 
     problem: AttentionProblem
     launch: Callable | None  # None: no query or no key, nothing to launch
-    unaligned: tuple[bool, bool, bool]  # whether q, k, v have strides that 16-byte accesses can't take
+    unaligned: bool  # whether q, k or v has strides that 16-byte accesses can't take
 
 
 _MAX_PLANS = 4096
@@ -104,16 +104,24 @@ def _plan_for(q, k, v, causal, return_lse, kernel, layout) -> _Plan:
 
 def _make_plan(q, k, v, causal, return_lse, kernel, layout) -> _Plan:
     problem = AttentionProblem.from_tensors(q, k, v, causal=causal, return_lse=return_lse)
-    if problem.device.type != "cuda":
-        raise ValueError(f"q, k and v must be on a CUDA device, got {problem.device}")
-    arch = arch_of_capability(torch.cuda.get_device_capability(problem.device))
+    arch = _arch_of(problem.device)
     rung, config = select(problem, arch, kernel, layout)
-    unaligned = tuple(any(stride % VECTOR for stride in tensor.stride()[:3]) for tensor in (q, k, v))
+    if problem.device.type == "cpu":
+        raise ValueError(f"q, k and v must be on a CUDA device, got {problem.device}")
+    unaligned = any(stride % VECTOR for tensor in (q, k, v) for stride in tensor.stride()[:3])
     launch = None
     if q.numel() and problem.seqlen_k:
         with torch.cuda.device(problem.device):
             launch = get_compiled(problem.static, rung, config, arch)
     return _Plan(problem, launch, unaligned)
+
+
+def _arch_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return arch_of_capability(torch.cuda.get_device_capability(device))
+    if device.type == "cpu":
+        return EMULATED_ARCH
+    raise ValueError(f"q, k and v must be on a CUDA device, got {device}")
 
 
 def _align_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -122,7 +122,8 @@ def _check_tensor(name: str, tensor) -> None:
         raise TypeError(f"{name} must be {_either(DTYPES)}, got {tensor.dtype}")
     if tensor.dim() != 4:
         raise ValueError(
-            f"{name} must have 4 dimensions (batch, sequence, heads, head_dim), got {tensor.dim()}: shape {_shape(tensor)}"
+            f"{name} must have 4 dimensions (batch, sequence, heads, head_dim), got {tensor.dim()}: "
+            f"shape {_shape(tensor)}"
         )
     if tensor.stride(3) != 1:
         raise ValueError(

@@ -54,10 +54,9 @@ class Sm80Serial:
     @staticmethod
     def check(head_dim: int, config: KernelConfig, arch: str) -> None:
         """Raises ValueError if the kernel can't be built with this configuration."""
-        if config.tile_m % (16 * (config.num_threads // 32)):
-            raise ValueError(
-                f"tile_m must be a multiple of 16 rows for each of the {config.num_threads // 32} warps, got {config.tile_m}"
-            )
+        num_warps = config.num_threads // 32
+        if config.tile_m % (16 * num_warps):
+            raise ValueError(f"tile_m must be a multiple of 16 rows for each of {num_warps} warps, got {config.tile_m}")
         for rows in {config.tile_m, config.tile_n}:
             require_vectors(config.layout.on(rows, head_dim))
         needed, limit = Sm80Serial.smem_bytes(head_dim, config), get_arch(arch).smem_per_cta
@@ -126,7 +125,7 @@ class Sm80Serial:
         gV = cute.local_tile(mV[batch, None, head_kv, None], (tile_n, head_dim), (None, 0))
 
         # Tiles in shared memory. O takes the place of Q, which is no longer needed by then.
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         sQ = smem.allocate_tensor(dtype, to_cute(self.layout_Q), byte_alignment=SMEM_ALIGNMENT)
         sK = smem.allocate_tensor(dtype, to_cute(self.layout_KV), byte_alignment=SMEM_ALIGNMENT)
         sV = smem.allocate_tensor(dtype, to_cute(self.layout_KV), byte_alignment=SMEM_ALIGNMENT)
@@ -159,7 +158,9 @@ class Sm80Serial:
         if cutlass.const_expr(self.causal):
             num_keys = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + tile_m))
 
+        # A group of its own, for the CTA whose queries see no key: a wait leaves open groups alone.
         copy_rows(load_copy, tQgQ, tQsQ, tQcQ, seqlen_q - m_block * tile_m)
+        cute.arch.cp_async_commit_group()
         for n_block in cutlass.range(cute.ceil_div(num_keys, tile_n), unroll=1):
             keys_left = seqlen_k - n_block * tile_n
             copy_rows(load_copy, tKgK[None, None, None, n_block], tKsK, tKcK, keys_left)
