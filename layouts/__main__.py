@@ -250,7 +250,8 @@ def draw(args) -> int:
     if not chosen:
         raise ValueError(f"no path named {args.path!r}; there are {', '.join(path.name for path in subject.paths)}")
     worst = max(kernel_report(subject.layout, chosen).reports, key=lambda one: one.ways)
-    pictures.save(pictures.layout_and_path(subject.layout, subject.tile, subject.element_bytes, worst), args.out)
+    picture = pictures.layout_and_path(subject.layout, subject.tile, subject.element_bytes, worst, subject.num_banks)
+    pictures.save(picture, args.out)
     print(args.out)
     return 0
 

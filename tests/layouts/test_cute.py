@@ -25,10 +25,8 @@ def tiles(draw):
     """A layout of random atom, strides and swizzle over a tile of at most 512 elements."""
     atom = draw(st.integers(1, 8)), draw(st.sampled_from((1, 2, 3, 4, 8, 16)))
     atoms = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    if draw(st.booleans()):
-        stride = (atom[1] + draw(st.integers(0, 9)), 1)
-    else:
-        stride = (1, atom[0] + draw(st.integers(0, 9)))
+    padding = draw(st.integers(0, 9))
+    stride = draw(st.sampled_from(((atom[1] + padding, 1), (1, atom[0] + padding))))
     layout = SmemLayout("random", atom, stride, draw(swizzles()))
     return layout.on(atom[0] * atoms[0], atom[1] * atoms[1])
 
