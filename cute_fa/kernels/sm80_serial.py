@@ -186,7 +186,8 @@ class Sm80Serial:
         lse = softmax.finish(acc_O)
         cO = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, head_dim))))
         if cutlass.const_expr(mLSE is not None):
-            if cO[0, 0][1] == 0:  # one lane of each quad
+            first_of_quad = cO[0, 0][1] == 0
+            if first_of_quad:
                 for r in cutlass.range_constexpr(cute.size(cO, mode=[0])):
                     row = m_block * tile_m + cO[r, 0][0]
                     if row < seqlen_q:

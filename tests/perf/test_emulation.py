@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+
 from perf import emulation
 from perf.emulation import COUNTERS, KERNELS, SHAPES, Shape
 from perf.records import RESULTS, device_slug

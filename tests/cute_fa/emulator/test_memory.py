@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_fa.emulator import EmulationError, EmulationFault, TensorArg, emulate
+from cute_fa.emulator import EmulationError, EmulationFault, TensorArg, UnknownInstructionError, emulate
 from tests.cute_fa.emulator.harness import module, run
 
 OUT = """
@@ -144,6 +144,13 @@ def test_what_lies_between_the_elements_of_a_view_is_out_of_bounds():
     assert kinds(report) == {"out of bounds"} and report.faults[0].count == 64
 
 
+def test_an_access_over_a_gap_is_out_of_bounds():
+    """Eight bytes whose first and last lie in elements of one byte, and the rest between them."""
+    storage = np.zeros(1024, np.uint8)
+    body = "mul.wide.u32 %rd40, %r0, 16;\nadd.s64 %rd40, %rd40, %rd0;\nld.global.v2.b32 {%r1, %r2}, [%rd40];"
+    assert kinds(run(body, storage[::7][:128])) == {"out of bounds"}
+
+
 def test_misaligned_global_access():
     body = "mul.wide.u32 %rd40, %r0, 4;\nadd.s64 %rd40, %rd40, %rd0;\nld.global.v2.b32 {%r1, %r2}, [%rd40];\n"
     report = run(body, np.zeros(66, np.uint32))
@@ -270,6 +277,11 @@ def test_barrier_that_a_part_of_a_warp_misses():
     report = run(body, np.zeros(1, np.uint32))
     assert kinds(report) == {"barrier divergence"}
     assert any("only 24 lanes" in fault.detail for fault in report.faults)
+
+
+def test_barrier_of_a_part_of_the_cta_is_refused():
+    with pytest.raises(UnknownInstructionError, match="a part of the CTA"):
+        run("bar.sync 1, 32;", np.zeros(1, np.uint32))
 
 
 def test_wavefronts_of_strides():

@@ -127,6 +127,24 @@ def test_mma(name, dtype):
     np.testing.assert_allclose(twice, c_fragment((2 * product).numpy()), rtol=1e-6, atol=1e-6)
 
 
+def test_mma_of_eight_columns():
+    """m16n8k8 is the left half of A and the upper half of B."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator).half() for shape in ((16, 16), (16, 8)))
+    fa, fb, _ = fragments(*(x.numpy().view(np.uint16) for x in (a, b)), np.zeros((16, 8), np.float32))
+    inputs, out = np.stack([fa[:, 0], fa[:, 1], fb[:, 0], fb[:, 0]], 1), np.zeros((WARP, 4), np.float32)
+    body = """
+    mul.wide.u32 %rd30, %r0, 16;
+    add.s64 %rd30, %rd30, %rd0;
+    ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd30];
+    mov.b32 %r9, 0;
+    mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%r5, %r6, %r7, %r8}, {%r1, %r2}, {%r3}, {%r9, %r9, %r9, %r9};
+    """
+    run(body + store("{%r5, %r6, %r7, %r8}", 4, 1), inputs, out, threads=WARP).raise_for_faults()
+    expected = (a[:, :8].double() @ b[:8].double()).numpy()
+    np.testing.assert_allclose(out, c_fragment(expected), rtol=1e-6, atol=1e-6)
+
+
 def test_mma_overwriting_an_operand_of_the_chain():
     """A register that changes between two products of one accumulator: the first must see its old value."""
     one = np.float16(1).view(np.uint16) * np.uint32(0x10001)
