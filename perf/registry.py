@@ -11,7 +11,7 @@ COMMANDS: dict[str, str] = {
     "time": "perf.time_table",
     "inspect": "perf.inspect_table",
     "host": "perf.host",
-    "tests": "perf.test_report",
+    "tests": "perf.suite",
     "all": "perf.evidence",
     "tables": "perf.tables",
 }
