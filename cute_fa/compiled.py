@@ -62,7 +62,7 @@ def get_compiled(static: StaticProblem, rung: Rung, config: KernelConfig, arch: 
 
 
 def get_artifacts(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str) -> Artifacts:
-    """PTX and cubin of a kernel for any architecture; needs no GPU."""
+    """PTX (with source lines) and cubin of a kernel for any architecture; needs no GPU."""
     key = (static, rung.name, config, arch)
     with _compile_lock:
         stem = cache_dir() / _digest(*key, "artifacts")
@@ -70,7 +70,8 @@ def get_artifacts(static: StaticProblem, rung: Rung, config: KernelConfig, arch:
         with contextlib.suppress(OSError):
             return Artifacts(ptx_path.read_text(), cubin_path.read_bytes())
         with tempfile.TemporaryDirectory() as dump_dir:
-            compiled = _compile(static, rung, config, arch, f"--keep-ptx --keep-cubin --dump-dir={dump_dir}")
+            options = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir={dump_dir}"
+            compiled = _compile(static, rung, config, arch, options)
             artifacts = Artifacts(compiled.__ptx__, compiled.__cubin__)
         _store(ptx_path, lambda name: Path(name).write_text(artifacts.ptx))
         _store(cubin_path, lambda name: Path(name).write_bytes(artifacts.cubin))

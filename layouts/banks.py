@@ -5,11 +5,21 @@ Shared memory has 32 banks of 4 bytes. A warp's access is split into phases of a
 each bank serves one 4-byte word a wavefront, to every lane that asks for it (equal words broadcast), so
 a phase takes as many wavefronts as the busiest bank has different words. For 16-byte accesses this is
 the same as eight banks of 16 bytes.
+
+``report`` gives the wavefronts of one path under one layout, ``kernel_report`` those of all paths of a
+kernel, added up for one KV iteration.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
+
+from layouts.access import Path
+from layouts.checks import listed
 
 NUM_BANKS = 32
 BANK_BYTES = 4
@@ -38,9 +48,17 @@ def phase_wavefronts(addresses, width: int, active=None) -> np.ndarray:
 
     Returns:
         int64 array (..., phases); 0 for a phase without an active lane.
+
+    Raises:
+        ValueError: a width that no instruction has, or lanes that are not whole phases.
     """
     addresses = np.asarray(addresses, dtype=np.int64)
     lanes = lanes_per_phase(width)
+    if addresses.ndim == 0 or addresses.shape[-1] % lanes:
+        raise ValueError(
+            f"addresses must have a multiple of {lanes} lanes for accesses of {width} bytes, "
+            f"got shape {addresses.shape}"
+        )
     phases = addresses.reshape(-1, lanes)
     words = (phases[:, :, None] + np.arange(0, max(width, BANK_BYTES), BANK_BYTES)) // BANK_BYTES
     present = np.ones(phases.shape, bool) if active is None else np.asarray(active, bool).reshape(phases.shape)
@@ -57,3 +75,178 @@ def phase_wavefronts(addresses, width: int, active=None) -> np.ndarray:
 def wavefronts(addresses, width: int, active=None) -> np.ndarray:
     """Wavefronts of each access, all its phases added; arguments as in ``phase_wavefronts``."""
     return phase_wavefronts(addresses, width, active).sum(axis=-1)
+
+
+def bank_map(tile, element_bytes: int, width: int = 16) -> np.ndarray:
+    """The bank in which each ``width``-byte vector of a tile starts, int64 array (rows, vectors a row).
+
+    Counts banks of ``width`` bytes (eight of 16, thirty-two of 4).
+
+    Args:
+        tile: a layout over a tile (``layout.on(rows, cols)``).
+        element_bytes: bytes of an element; ``width`` must be a multiple of it and of 4.
+
+    Raises:
+        ValueError: another width.
+    """
+    if width not in (4, 8, 16) or width % element_bytes:
+        raise ValueError(f"width must be 4, 8 or 16 and a multiple of {element_bytes} bytes, got {width}")
+    rows, cols = tile.tile
+    vectors = np.arange(0, cols, width // element_bytes)
+    return tile.offset(np.arange(rows)[:, None], vectors[None, :]) * element_bytes // width % (PHASE_BYTES // width)
+
+
+@dataclass(frozen=True)
+class Collision:
+    """Lanes of one phase that want different words of one bank.
+
+    ``lanes`` and their ``coords`` (row, col) and byte ``addresses`` go together, one entry for each lane
+    that is in the way; ``bank`` counts 4-byte banks, or 16-byte banks when a lane accesses 16 bytes.
+    """
+
+    phase: int
+    bank: int
+    bank_bytes: int
+    lanes: tuple[int, ...]
+    coords: tuple[tuple[int, int], ...]
+    addresses: tuple[int, ...]
+
+    def __str__(self):
+        rows, cols = sorted({row for row, _ in self.coords}), sorted({col for _, col in self.coords})
+        steps = sorted(set(np.diff(sorted(set(self.addresses))).tolist()))
+        apart = f"{steps[0]} bytes apart" if len(steps) == 1 else f"{steps[0]} to {steps[-1]} bytes apart"
+        return (
+            f"{listed('lane', self.lanes)} of phase {self.phase} all need {self.bank_bytes}-byte bank {self.bank}: "
+            f"{listed('row', rows)}, {listed('column', cols)}, {apart}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class BankReport:
+    """What one path costs under one layout.
+
+    Args:
+        path: the accesses.
+        addresses: byte addresses (warps, instructions, lanes).
+        phase_ways: wavefronts of each phase, (warps, instructions, phases); 1 is free of conflicts.
+    """
+
+    path: Path
+    addresses: np.ndarray
+    phase_ways: np.ndarray
+
+    @cached_property
+    def wavefronts(self) -> int:
+        """Wavefronts of all instructions of the path."""
+        return int(self.phase_ways.sum())
+
+    @cached_property
+    def ideal(self) -> int:
+        """Wavefronts without conflicts: one for each phase with an active lane."""
+        return int((self.phase_ways > 0).sum())
+
+    @cached_property
+    def ways(self) -> int:
+        """The worst phase: n for an n-way conflict, 1 for none."""
+        return int(self.phase_ways.max(initial=0))
+
+    @property
+    def conflicts(self) -> int:
+        """Wavefronts beyond the ideal."""
+        return self.wavefronts - self.ideal
+
+    @property
+    def degree(self) -> float:
+        """Wavefronts over ideal: the mean number of ways."""
+        return self.wavefronts / self.ideal if self.ideal else 1.0
+
+    def effective_bandwidth(self, peak: float) -> float:
+        """Bandwidth left of ``peak`` (in its unit): peak / degree."""
+        return peak / self.degree
+
+    def collisions(self, warp: int, instruction: int, phase: int) -> list[Collision]:
+        """Every bank of a phase that holds more than one word asked for, the fullest first."""
+        width, lanes = self.path.width, lanes_per_phase(self.path.width)
+        span = slice(phase * lanes, (phase + 1) * lanes)
+        bank_bytes = max(width, BANK_BYTES)
+        addresses = self.addresses[warp, instruction, span]
+        units = addresses // bank_bytes
+        banks = units % (PHASE_BYTES // bank_bytes)
+        present = np.ones(len(units), bool)
+        if self.path.active is not None:
+            present = self.path.active[warp, instruction, span]
+        found = []
+        for bank in np.unique(banks[present]).tolist():
+            index = np.flatnonzero(present & (banks == bank))
+            if len(np.unique(units[index])) > 1:
+                rows, cols = (axis[warp, instruction, span][index] for axis in (self.path.rows, self.path.cols))
+                found.append(
+                    Collision(
+                        phase,
+                        bank,
+                        bank_bytes,
+                        tuple((index + span.start).tolist()),
+                        tuple(zip(rows.tolist(), cols.tolist(), strict=True)),
+                        tuple(addresses[index].tolist()),
+                    )
+                )
+        return sorted(found, key=lambda collision: -len(set(collision.addresses)))
+
+    def first_collision(self) -> Collision | None:
+        """The fullest bank of the first phase that is as bad as the worst; None without conflicts."""
+        if self.ways <= 1:
+            return None
+        warp, instruction, phase = np.argwhere(self.phase_ways == self.ways)[0].tolist()
+        return self.collisions(warp, instruction, phase)[0]
+
+
+def report(layout, path: Path) -> BankReport:
+    """The bank report of one path under one layout (anything with ``on(rows, cols)``, see ``Path``).
+
+    Raises:
+        ValueError: the layout doesn't fit the path's tile, or an access is not aligned to its width.
+    """
+    addresses = path.addresses(layout)
+    crooked = np.argwhere(addresses % path.width)
+    if len(crooked):
+        place = tuple(crooked[0])
+        raise ValueError(
+            f"{path.name}: layout {layout.name!r} puts ({path.rows[place]}, {path.cols[place]}) at byte "
+            f"{addresses[place]}, but a {path.width}-byte access must be aligned to {path.width} bytes"
+        )
+    return BankReport(path, addresses, phase_wavefronts(addresses, path.width, path.active))
+
+
+@dataclass(frozen=True, eq=False)
+class KernelReport:
+    """All paths of a kernel under one layout, for one CTA."""
+
+    reports: tuple[BankReport, ...]
+
+    @property
+    def free(self) -> bool:
+        """True when no path conflicts."""
+        return all(report.ways <= 1 for report in self.reports)
+
+    def wavefronts(self, iterations: int = 1) -> int:
+        """Wavefronts of a CTA that runs ``iterations`` KV iterations."""
+        return sum(report.wavefronts * (iterations if report.path.per_iteration else 1) for report in self.reports)
+
+    def ideal(self, iterations: int = 1) -> int:
+        """The same without conflicts."""
+        return sum(report.ideal * (iterations if report.path.per_iteration else 1) for report in self.reports)
+
+    @property
+    def iteration(self) -> KernelReport:
+        """Only the paths of a KV iteration."""
+        return KernelReport(tuple(report for report in self.reports if report.path.per_iteration))
+
+    @property
+    def degree(self) -> float:
+        """Wavefronts over ideal of one KV iteration."""
+        return self.iteration.wavefronts() / self.iteration.ideal()
+
+
+def kernel_report(layout, paths: Sequence[Path]) -> KernelReport:
+    """The reports of ``paths`` (see ``access.kernel_paths``) under one layout. Raises as ``report``."""
+    return KernelReport(tuple(report(layout, path) for path in paths))

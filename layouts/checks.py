@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
 from layouts.smem_layout import TileLayout
+
+
+def listed(noun: str, values: Sequence[int]) -> str:
+    """ "row 3", "rows 0 to 7", "rows 0, 4, ..., 28" or "rows 0, 2, 5"."""
+    if len(values) == 1:
+        return f"{noun} {values[0]}"
+    steps = {after - before for before, after in pairwise(values)}
+    if len(values) > 2 and steps == {1}:
+        return f"{noun}s {values[0]} to {values[-1]}"
+    if len(values) > 4 and len(steps) == 1:
+        return f"{noun}s {values[0]}, {values[1]}, ..., {values[-1]}"
+    return f"{noun}s {', '.join(map(str, values))}"
 
 
 def tile_offsets(tile: TileLayout) -> np.ndarray:
@@ -25,6 +39,46 @@ def first_clash(offsets: np.ndarray) -> tuple[tuple[int, int], tuple[int, int]] 
     first, second = sorted((order[same[0]], order[same[0] + 1]))
     cols = offsets.shape[1]
     return (int(first // cols), int(first % cols)), (int(second // cols), int(second % cols))
+
+
+def bijection_fault(tile) -> str | None:
+    """Where a layout fails to give each element of its tile a place of its own; None if it doesn't fail.
+
+    Args:
+        tile: a layout over a tile (``layout.on(rows, cols)``).
+    """
+    offsets = tile_offsets(tile)
+    outside = np.argwhere((offsets < 0) | (offsets >= tile.cosize))
+    if len(outside):
+        row, col = map(int, outside[0])
+        return (
+            f"element ({row}, {col}) is at offset {offsets[row, col]}, outside the {tile.cosize} elements set aside "
+            f"for the tile"
+        )
+    clash = first_clash(offsets)
+    if clash:
+        return f"elements {clash[0]} and {clash[1]} share offset {offsets[clash[0]]}; the map is not one-to-one"
+    return None
+
+
+def latin_fault(places) -> str | None:
+    """Where an array of places breaks the rule "each place once a row, once a column"; None if it holds.
+
+    With places = banks this is what makes both a row and a column of a square block free of conflicts
+    (the Sudoku-like condition of the FlashAttention-2 course, chapter 4). XOR is one way to satisfy it.
+
+    Args:
+        places: integers, shape (rows, cols), for example the bank of each vector of a block.
+    """
+    places = np.asarray(places)
+    for lines, line_noun, index_noun in ((places, "row", "column"), (places.T, "column", "row")):
+        for number, line in enumerate(lines):
+            values, counts = np.unique(line, return_counts=True)
+            if counts.max(initial=0) > 1:
+                place = values[counts.argmax()]
+                where = listed(index_noun, np.flatnonzero(line == place).tolist())
+                return f"in {line_noun} {number}, place {place} occurs {counts.max()} times, at {where}"
+    return None
 
 
 @lru_cache(maxsize=256)
@@ -46,13 +100,6 @@ def require_vectors(tile: TileLayout, vector: int = 8) -> None:
     if tile.tile[1] % vector:
         raise ValueError(f"{name}: its {tile.tile[1]} columns are not a multiple of the {vector}-element vector")
     offsets = tile_offsets(tile)
-    outside = np.argwhere((offsets < 0) | (offsets >= tile.cosize))
-    if len(outside):
-        row, col = map(int, outside[0])
-        raise ValueError(
-            f"{name}: element ({row}, {col}) is at offset {offsets[row, col]}, outside the {tile.cosize} elements "
-            f"set aside for the tile"
-        )
     vectors = offsets.reshape(tile.tile[0], -1, vector)
     torn = np.argwhere(vectors != vectors[:, :, :1] + np.arange(vector))
     if len(torn):
@@ -71,10 +118,6 @@ def require_vectors(tile: TileLayout, vector: int = 8) -> None:
             f"{name}: the {vector}-element vector at ({row}, {col}) starts at offset {offsets[row, col]}, which is "
             f"not a multiple of {vector}; row strides (padding included) must be"
         )
-    clash = first_clash(vectors[:, :, 0])
-    if clash:
-        (row_a, vec_a), (row_b, vec_b) = clash
-        raise ValueError(
-            f"{name}: elements ({row_a}, {vec_a * vector}) and ({row_b}, {vec_b * vector}) share offset "
-            f"{offsets[row_a, vec_a * vector]}; the map is not one-to-one"
-        )
+    fault = bijection_fault(tile)
+    if fault:
+        raise ValueError(f"{name}: {fault}")

@@ -35,7 +35,8 @@ class Swizzle:
     elements: (3, 3, 3) over 16-bit elements is what descriptors call (3, 4, 3) over bytes.
 
     Raises:
-        ValueError: a negative ``bits`` or ``base``, or ``abs(shift) < bits`` (the two fields overlap).
+        ValueError: a negative ``bits`` or ``base``, ``abs(shift) < bits`` (the two fields overlap), or fields
+            that reach past the 31 bits of an offset.
     """
 
     bits: int
@@ -53,6 +54,11 @@ class Swizzle:
             raise ValueError(
                 f"Swizzle shift must be at least bits in size (the two bit fields may not overlap), "
                 f"got bits={self.bits}, shift={self.shift}"
+            )
+        if self.bits + self.base + abs(self.shift) > 31:
+            raise ValueError(
+                f"Swizzle bits + base + |shift| must be at most 31, got bits={self.bits}, base={self.base}, "
+                f"shift={self.shift}"
             )
 
     def __call__(self, index):

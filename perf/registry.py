@@ -11,6 +11,7 @@ COMMANDS: dict[str, str] = {
     "time": "perf.time_table",
     "inspect": "perf.inspect_table",
     "host": "perf.host",
+    "banks": "perf.bank_table",
     "tests": "perf.suite",
     "all": "perf.evidence",
     "tables": "perf.tables",
@@ -40,5 +41,6 @@ EVIDENCE: tuple[Step, ...] = (
     Step("timing_fp16", ("time", "--dtype", "fp16"), 2),
     Step("timing_bf16_d64", ("time", "--dtype", "bf16", "--head-dim", "64"), 2),
     Step("host", ("host",), 1.5),
+    Step("bank_table", ("banks",), 2),
     Step("tests", ("tests",), 6),
 )

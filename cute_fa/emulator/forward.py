@@ -1,0 +1,187 @@
+"""Attention on CPU tensors through the emulator: the code of a compiled rung, not a reference."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cute_fa.compiled import get_artifacts
+from cute_fa.config import KernelConfig
+from cute_fa.device.softmax import LOG2_E
+from cute_fa.emulator.launch import TensorArg, emulate
+from cute_fa.emulator.report import EmulationError, EmulationReport
+from cute_fa.ladder import Rung, select
+from cute_fa.problem import AttentionProblem, StaticProblem
+from layouts import SmemLayout
+
+DEFAULT_ARCH = "sm_80"  # the family that the emulator knows: cp.async, ldmatrix, mma.sync
+MAX_SECONDS = 3600.0
+_PROGRESS_AFTER = 3.0  # seconds
+# Measured on two x86 cores with checks on, per tile of 64 x 64 scores; the first is what a CTA takes besides.
+_SECONDS_PER_CTA, _SECONDS_PER_TILE, _SECONDS_PER_TILE_COLUMN = 1.5e-3, 0.3e-3, 10e-6
+
+
+class EmulationTooLongError(EmulationError):
+    """The work would take the emulator hours; the message has the estimate."""
+
+
+@dataclass(frozen=True)
+class EmulatedForward:
+    """o (B, S_q, H, D), lse (B, H, S_q) and what the emulator saw."""
+
+    o: torch.Tensor
+    lse: torch.Tensor
+    report: EmulationReport
+
+
+def emulated_launch(
+    static: StaticProblem, rung: Rung, config: KernelConfig, arch: str = DEFAULT_ARCH
+) -> Callable[..., EmulationReport]:
+    """A compiled kernel as a function of (q, k, v, o, lse or None, softmax_scale), on CPU tensors.
+
+    The function takes what that of ``get_compiled`` takes, fills o and lse, and returns the report. It writes
+    a line of progress to stderr when it takes more than a few seconds.
+
+    Raises (the function):
+        EmulationFault: the kernel raced, strayed out of bounds, or read what nothing wrote.
+        EmulationTooLongError: the estimate is over ``MAX_SECONDS``; nothing has been computed.
+        UnknownInstructionError: the emulator does not know an instruction of the kernel.
+    """
+
+    def launch(q, k, v, o, lse, softmax_scale) -> EmulationReport:
+        ptx = get_artifacts(static, rung, config, arch).ptx
+        report = run_forward(ptx, rung, config, q, k, v, o, lse, softmax_scale, causal=static.causal)
+        report.raise_for_faults()
+        return report
+
+    return launch
+
+
+def emulate_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    kernel: str = "auto",
+    layout: str | SmemLayout | None = None,
+    arch: str = DEFAULT_ARCH,
+    check: bool = True,
+) -> EmulatedForward:
+    """``cute_fa.forward`` on CPU tensors, with the report; faults are in the report and raise nothing.
+
+    Args:
+        q, k, v, causal, softmax_scale, kernel, layout: as in ``cute_fa.forward``; at least one query and key.
+        arch: the architecture that the kernel is compiled for.
+        check: count wavefronts, look for races and uninitialised reads.
+
+    Raises:
+        TypeError, ValueError: arguments that ``cute_fa.forward`` refuses.
+        EmulationTooLongError, UnknownInstructionError: see ``emulated_launch``.
+    """
+    problem = AttentionProblem.from_tensors(q, k, v, causal=causal, return_lse=True)
+    rung, config = select(problem, arch, kernel, layout)
+    o = torch.empty(q.shape, dtype=q.dtype)
+    lse = torch.empty(problem.batch, problem.num_heads, problem.seqlen_q)
+    ptx = get_artifacts(problem.static, rung, config, arch).ptx
+    scale = problem.softmax_scale(softmax_scale)
+    return EmulatedForward(o, lse, run_forward(ptx, rung, config, q, k, v, o, lse, scale, causal=causal, check=check))
+
+
+def run_forward(
+    ptx: str,
+    rung: Rung,
+    config: KernelConfig,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor | None,
+    softmax_scale: float,
+    *,
+    causal: bool,
+    check: bool = True,
+) -> EmulationReport:
+    """Executes the PTX of a rung on CPU tensors of the shapes that ``cute_fa.forward`` documents.
+
+    Args:
+        ptx: the rung compiled with ``config``; with or without the log-sum-exp as ``lse`` is given or None.
+        o, lse: written in place.
+        causal: what the PTX was compiled with; here it only serves the estimate of the time.
+        check: as in ``emulate``.
+
+    Raises:
+        EmulationTooLongError: the estimate is over ``MAX_SECONDS``.
+        EmulationError: see ``emulate``.
+    """
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    num_m_blocks = -(-seqlen_q // config.tile_m)
+    estimate = estimate_seconds(config, q.shape, k.shape[1], causal)
+    if estimate > MAX_SECONDS:
+        raise EmulationTooLongError(
+            f"emulating {rung.name} for q of shape {tuple(q.shape)} and {k.shape[1]} keys would take about "
+            f"{_duration(estimate)} on the CPU; the limit is {_duration(MAX_SECONDS)}. Take shorter sequences, fewer "
+            "heads or a smaller batch, or tensors on a GPU"
+        )
+    args = [
+        TensorArg(name, _as_numpy(tensor), dynamic_shape=(0, 1, 2), dynamic_strides=(0, 1, 2))
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o))
+    ]
+    if lse is not None:
+        args.append(TensorArg("lse", _as_numpy(lse), dynamic_shape=(0, 1, 2), dynamic_strides=(0, 1)))
+    args.append(np.float32(softmax_scale) * np.float32(LOG2_E))
+    return emulate(
+        ptx,
+        (num_m_blocks * num_heads * batch, 1, 1),
+        (config.num_threads, 1, 1),
+        args,
+        rung.kernel.smem_bytes(head_dim, config),
+        check=check,
+        progress=_Progress(rung.name),
+    )
+
+
+def estimate_seconds(config: KernelConfig, q_shape, seqlen_k: int, causal: bool) -> float:
+    """About how long the emulator takes on two cores with checks on."""
+    batch, seqlen_q, num_heads, head_dim = q_shape
+    first_rows = np.arange(0, seqlen_q, config.tile_m, dtype=np.int64)
+    keys = np.full(len(first_rows), seqlen_k)
+    if causal:
+        keys = np.clip(first_rows + config.tile_m + seqlen_k - seqlen_q, 0, seqlen_k)
+    tiles = float((-(-keys // config.tile_n)).sum())
+    tile_seconds = _SECONDS_PER_TILE + _SECONDS_PER_TILE_COLUMN * head_dim
+    tile_seconds *= config.tile_m * config.tile_n / 4096
+    return batch * num_heads * (len(first_rows) * _SECONDS_PER_CTA + tiles * tile_seconds)
+
+
+def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    bits = tensor.detach() if tensor.dtype == torch.float32 else tensor.detach().view(torch.int16)
+    return bits.numpy()
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+class _Progress:
+    """Writes a line to stderr once the work has taken some seconds, and again as often."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.last = time.monotonic()
+
+    def __call__(self, done: int, total: int, seconds: float):
+        now = time.monotonic()
+        if now - self.last < _PROGRESS_AFTER or done == total:
+            return
+        self.last = now
+        left = _duration(seconds / done * (total - done))
+        print(f"cute_fa: emulating {self.name}: {done} of {total} CTAs, about {left} left", file=sys.stderr, flush=True)

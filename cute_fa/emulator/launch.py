@@ -1,0 +1,132 @@
+"""``emulate``: a module of PTX, a grid and arguments → a report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cute_fa.emulator.checks import FaultLog
+from cute_fa.emulator.machine import Batch, Launch
+from cute_fa.emulator.memory import GlobalBuffer, GlobalMemory
+from cute_fa.emulator.report import EmulationError, EmulationReport
+from cute_fa.emulator.translate import translate
+from cute_fa.emulator.wavefronts import WavefrontCounter
+
+BATCH_THREADS = 2048
+
+
+@dataclass(frozen=True)
+class TensorArg:
+    """A tensor parameter of a CuTe DSL kernel.
+
+    The DSL passes a tensor as a structure: the pointer, then the dynamic extents as 32-bit integers, then
+    the dynamic strides (in elements) as 64-bit integers; static ones are part of the code.
+
+    Args:
+        name: what reports call the tensor.
+        array: the elements, any strides; a 16-bit float as its bits. Read and written in place.
+        dynamic_shape: modes whose extent is in the structure.
+        dynamic_strides: modes whose stride is in the structure.
+    """
+
+    name: str
+    array: np.ndarray
+    dynamic_shape: tuple[int, ...] = ()
+    dynamic_strides: tuple[int, ...] = ()
+
+    def pack(self, address: int) -> bytes:
+        """The structure, with the tensor's first element at ``address``."""
+        shape = np.array([self.array.shape[m] for m in self.dynamic_shape], np.int32).tobytes()
+        shape += bytes(-len(shape) % 8)
+        strides = [self.array.strides[m] // self.array.itemsize for m in self.dynamic_strides]
+        return np.uint64(address).tobytes() + shape + np.array(strides, np.int64).tobytes()
+
+
+def emulate(
+    ptx: str,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    args: Sequence[TensorArg | np.generic],
+    shared_bytes: int,
+    *,
+    check: bool = True,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> EmulationReport:
+    """Executes the kernel of a PTX module on the CPU.
+
+    Args:
+        ptx: a module with one entry.
+        grid: CTAs in x, y, z.
+        block: threads of a CTA in x, y, z; a multiple of 32 in all.
+        args: one for each parameter: tensors, and NumPy scalars of the parameter's own type.
+        shared_bytes: dynamic shared memory of a CTA.
+        check: count wavefronts and look for uninitialised reads and races. Bounds, alignment and barriers are
+            checked always.
+        progress: called now and then with (CTAs done, CTAs in all, seconds since the start).
+
+    Returns:
+        The report; the tensors are changed in place.
+
+    Raises:
+        PtxSyntaxError, UnknownInstructionError: the module is not one the emulator can run; names the line.
+        EmulationError: arguments that don't fit the parameters, a block that is no multiple of 32 threads, or a
+            part of a warp at an instruction that a warp executes together.
+    """
+    start = time.perf_counter()
+    program = translate(ptx)
+    translated = time.perf_counter()
+    launch = _make_launch(program.kernel, grid, block, shared_bytes)
+    faults = FaultLog(launch.threads)
+    memory = GlobalMemory(faults)
+    params = _pack(program.kernel, args, memory)
+    counter = WavefrontCounter(launch.threads)
+    report = EmulationReport(num_ctas=launch.num_ctas, translation_seconds=translated - start)
+    per_batch = max(1, BATCH_THREADS // launch.threads)
+    with np.errstate(all="ignore"):
+        for first in range(0, launch.num_ctas, per_batch):
+            count = min(per_batch, launch.num_ctas - first)
+            batch = Batch(program, launch, first, count, params, memory, faults, counter, check)
+            batch.execute()
+            report.instructions += batch.instructions
+            if progress:
+                progress(first + count, launch.num_ctas, time.perf_counter() - translated)
+    report.faults = faults.faults()
+    report.wavefronts = counter.result()
+    report.seconds = time.perf_counter() - translated
+    return report
+
+
+def _make_launch(kernel, grid, block, shared_bytes: int) -> Launch:
+    for what, extents in (("grid", grid), ("block", block)):
+        if len(extents) != 3 or any(int(e) != e or e < 0 for e in extents):
+            raise EmulationError(f"{what} must be three extents of 0 or more, got {extents!r}")
+    launch = Launch(tuple(grid), tuple(block), kernel.static_shared_bytes + shared_bytes)
+    if launch.threads % 32 or launch.threads == 0:
+        raise EmulationError(f"the block must be a multiple of 32 threads, got {block!r}")
+    if kernel.block is not None and kernel.block != launch.block:
+        raise EmulationError(f"the kernel requires blocks of {kernel.block}, got {block!r}")
+    return launch
+
+
+def _pack(kernel, args, memory: GlobalMemory) -> bytes:
+    """The block of parameters."""
+    if len(args) != len(kernel.params):
+        raise EmulationError(f"the kernel has {len(kernel.params)} parameters, got {len(args)} arguments")
+    packed = bytearray(kernel.param_bytes)
+    for number, (param, arg) in enumerate(zip(kernel.params, args, strict=True)):
+        if isinstance(arg, TensorArg):
+            buffer = GlobalBuffer(arg.name, arg.array)
+            data = arg.pack(memory.add(buffer) + buffer.first_element)
+            name = arg.name
+        else:
+            data, name = arg.tobytes(), repr(arg)
+        if len(data) != param.size:
+            raise EmulationError(
+                f"argument {number} ({name}) takes {len(data)} bytes, but the kernel's parameter has {param.size}: "
+                "its dynamic extents and strides are not the ones that the kernel was compiled with"
+            )
+        packed[param.offset : param.offset + param.size] = data
+    return bytes(packed)

@@ -1,0 +1,173 @@
+"""Groups of instructions → steps: closures over register rows that a frame is passed through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from cute_fa.emulator import memory_steps, warp_steps
+from cute_fa.emulator.alu import Alu, alu, pack, unpack
+from cute_fa.emulator.parse import Instruction, Kernel, Mem, Reg, Vec, parse
+from cute_fa.emulator.registers import RegisterMap, guard_reader, reader, writer
+from cute_fa.emulator.report import UnknownInstructionError
+from cute_fa.emulator.schedule import Node, is_barrier, split_blocks
+
+_NOTHING = {"prefetch", "fence", "membar", "griddepcontrol", "nanosleep", "setmaxnreg", "pmevent"}
+_MEMORY = {"ld", "st", "red", "cp"}
+_WARP = {"ldmatrix", "stmatrix", "mma", "shfl", "vote", "activemask", "bar", "barrier", "elect"}
+
+
+@dataclass
+class TranslatedBlock:
+    """A basic block ready to run.
+
+    Attributes:
+        steps: called with a frame, in order.
+        kind: how it ends: "next", "branch", "exit" or "barrier".
+        condition: gives the booleans of the threads that take the branch (or exit); None when all do.
+        target: block of the branch.
+        touched: rows read or written, by width: what a frame of some threads copies in.
+        written: rows written, by width: what it copies back.
+    """
+
+    steps: list[Callable]
+    kind: str
+    terminator: Instruction | None
+    condition: Callable | None
+    target: int
+    num_syncs: int
+    num_instructions: int
+    touched: dict[int, np.ndarray] = field(default_factory=dict)
+    written: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass
+class Program:
+    """A kernel ready to run."""
+
+    kernel: Kernel
+    blocks: list[TranslatedBlock]
+    registers: RegisterMap
+
+
+@lru_cache(maxsize=32)
+def translate(ptx: str) -> Program:
+    """Parses and translates a module; cached by its text.
+
+    Raises:
+        PtxSyntaxError: a statement that cannot be read.
+        UnknownInstructionError: an instruction that the emulator does not know, with its line.
+    """
+    kernel = parse(ptx)
+    rows = RegisterMap()
+    blocks = split_blocks(kernel)
+    for block in blocks:
+        for group in block.groups:
+            for node in group:
+                for register in node.defs:
+                    rows.row(register)
+    block_of = {block.start: number for number, block in enumerate(blocks)}
+    translated = []
+    for block in blocks:
+        steps = [step for group in block.groups if (step := _step(group, rows, kernel)) is not None]
+        kind, condition, target = _ending(block.terminator, rows, kernel, block_of, len(blocks))
+        result = TranslatedBlock(
+            steps, kind, block.terminator, condition, target, block.num_syncs, block.num_instructions
+        )
+        _set_rows(result, block, rows)
+        translated.append(result)
+    return Program(kernel, translated, rows)
+
+
+def _set_rows(result: TranslatedBlock, block, rows: RegisterMap):
+    nodes = [node for group in block.groups for node in group]
+    written = {r for node in nodes for r in node.defs}
+    touched = written | {r for node in nodes for r in node.uses}
+    if block.terminator is not None and block.terminator.guard is not None:
+        touched.add(block.terminator.guard)
+    for into, chosen in ((result.touched, touched), (result.written, written)):
+        for bits in {r.bits for r in chosen}:
+            into[bits] = np.array(sorted(rows.row(r) for r in chosen if r.bits == bits))
+
+
+def _ending(terminator, rows, kernel, block_of, end):
+    if terminator is None:
+        return "next", None, 0
+    condition = guard_reader([terminator], rows)
+    name = terminator.parts[0]
+    if name == "bra":
+        label = kernel.labels[terminator.operands[0].name]
+        return "branch", condition, block_of.get(label, end)
+    if name in ("ret", "exit"):
+        return "exit", condition, end
+    if is_barrier(terminator) and terminator.parts[1] in ("sync", "cta") and condition is None:
+        if terminator.parts[-1] not in ("sync", "aligned"):
+            raise UnknownInstructionError(f"{terminator}: this form of barrier is not known to the emulator")
+        return "barrier", None, 0
+    raise UnknownInstructionError(f"{terminator}: not known to the emulator")
+
+
+def _step(group: list[Node], rows: RegisterMap, kernel: Kernel):
+    first = group[0].instructions[0]
+    name = first.parts[0]
+    instructions = [node.instructions[0] for node in group]
+    if name in _NOTHING or (name == "cp" and "prefetch" in first.parts):
+        return None
+    if name == "mma":
+        return warp_steps.mma(group, rows)
+    if name in _WARP:
+        return warp_steps.build(group, rows, kernel)
+    if name in _MEMORY:
+        return memory_steps.build(group, rows, kernel)
+    return _alu_step(instructions, rows, kernel)
+
+
+def _find_alu(instruction: Instruction) -> tuple[Alu | None, list]:
+    """The function of an instruction and its source operands in the function's order."""
+    destination, *sources = instruction.operands
+    if instruction.parts[0] == "mov" and len(sources) == 1:
+        if isinstance(sources[0], Vec):
+            return pack(instruction.parts[-1], len(sources[0].items)), list(sources[0].items)
+        if isinstance(destination, Vec):
+            return unpack(instruction.parts[-1], len(destination.items)), sources
+    return alu(instruction.opcode, len(sources)), sources
+
+
+def _alu_step(instructions: list[Instruction], rows: RegisterMap, kernel: Kernel):
+    first = instructions[0]
+    function, sources = _find_alu(first) if first.operands else (None, [])
+    if function is None or len(sources) != len(function.src):
+        raise UnknownInstructionError(f"{first}: {first.opcode!r} with these operands is not known to the emulator")
+    columns = list(zip(*(_find_alu(i)[1] for i in instructions), strict=True))
+    if any(isinstance(column[0], (Mem, Vec)) or column[0] is None for column in columns):
+        raise UnknownInstructionError(f"{first}: {first.opcode!r} does not take these operands here")
+    readers = [reader(list(c), kind, rows, kernel, first) for c, kind in zip(columns, function.src, strict=True)]
+    guard = guard_reader(instructions, rows)
+    fn = function.fn
+    destinations = _destination_columns(instructions, function)
+    if len(destinations) == 1 and not isinstance(first.operands[0], Vec):
+        write = writer(destinations[0], rows)
+        if guard is None:
+            return lambda frame: write(frame, fn(*[read(frame) for read in readers]))
+        return lambda frame: write(frame, fn(*[read(frame) for read in readers]), guard(frame))
+    writers = [writer(column, rows) if column else None for column in destinations]
+
+    def step(frame):
+        values = fn(*[read(frame) for read in readers])
+        mask = guard(frame) if guard else None
+        values = values if isinstance(values, tuple) else (values, ~values)  # setp p|q: q is the complement
+        for write, value in zip(writers, values, strict=True):
+            if write is not None:
+                write(frame, value, mask)
+
+    return step
+
+
+def _destination_columns(instructions, function) -> list[list[Reg] | None]:
+    if not isinstance(instructions[0].operands[0], Vec):
+        return [[i.operands[0] for i in instructions]]
+    items = list(zip(*(i.operands[0].items for i in instructions), strict=True))
+    return [list(column) if column[0] is not None else None for column in items]

@@ -1,0 +1,259 @@
+"""``python -m perf banks``: the bank model beside the hardware's counters, access by access.
+
+Every probe is one path under one layout, run by a kernel that does nothing else (``perf.bank_kernels``)
+under one ncu process. The counters used count the wavefronts of the instructions themselves, so the bar
+is equality.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import datetime
+import glob
+import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+
+import numpy as np
+
+from layouts import CATALOG, SmemLayout
+from layouts.access import WARP_LANES, Path, array_paths, broadcast, by_column, by_row, kernel_paths, ldmatrix
+from layouts.banks import BankReport, report
+from layouts.toys import TOYS
+
+RESULTS = FilePath(__file__).parent / "results"
+_WAVEFRONTS = "sm__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
+_CONFLICTS = "sm__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
+# ncu has no counter of its own for the conflicts of ld and st: they are the wavefronts less the ideal.
+_OPS_WITH_CONFLICTS = ("ldsm", "ldgsts")
+_OPS = ("ldsm", "ldgsts", "ld", "st")
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """One path under one layout: a row of the table."""
+
+    name: str
+    layout: SmemLayout
+    path: Path
+
+    @property
+    def op(self) -> str:
+        """How ncu's counters call the instruction: "ldsm", "ldgsts", "ld" or "st"."""
+        return _op(self.path.instruction)
+
+    def predict(self) -> BankReport:
+        """What the bank model says."""
+        return report(self.layout, self.path)
+
+
+def _op(instruction: str) -> str:
+    prefixes = {"ldmatrix": "ldsm", "cp.async": "ldgsts", "ld.shared": "ld", "st.shared": "st"}
+    return next(op for prefix, op in prefixes.items() if instruction.startswith(prefix))
+
+
+def kernel_name(instruction: str) -> str:
+    """The name of the kernel that makes an instruction, to which the DSL adds a number.
+
+    ncu tells probes apart by it and by the order of their launches.
+    """
+    return "bank_" + re.sub(r"\W+", "_", instruction)
+
+
+def _kernel_probes() -> Iterable[tuple[SmemLayout, Path]]:
+    """The attention kernel's own paths: the conflicting ones under every layout, the others under some."""
+    always = ("ldmatrix K", "ldmatrix.trans V", "st.shared O")
+    others = ("ldmatrix Q", "cp.async K", "ld.shared O")
+    # The narrow atoms are the layouts under which cp.async and the loads of O conflict.
+    with_others = ("PLAIN", "SWIZZLE_333", "ATOM_64B", "ATOM_32B")
+    for head_dim, names in ((128, tuple(CATALOG)), (64, ("PLAIN", "SWIZZLE_333", "DIRECT_334"))):
+        for name in names:
+            for path in kernel_paths(head_dim, 64, 64):
+                if path.name in always or (head_dim == 128 and name in with_others and path.name in others):
+                    yield CATALOG[name], path
+
+
+def _single_warp_probes() -> Iterable[tuple[SmemLayout, Path]]:
+    """One warp on small arrays: every width, by row and by column, broadcasts and lanes that sit out."""
+    tile = (64, 64)
+    for name in ("PLAIN", "SWIZZLE_333", "PADDED_8"):
+        for direction in ("ld", "st"):
+            for width in (2, 4, 8, 16):
+                yield CATALOG[name], by_column(direction, width, tile, 2)
+        column = by_column("ld", 16, tile, 2)
+        cp_async = "cp.async.cg.shared.global"
+        yield CATALOG[name], dataclasses.replace(column, name="cp.async by column", instruction=cp_async)
+    for name in ("PLAIN", "SWIZZLE_333"):
+        for matrices in (1, 2):
+            for operand, trans in (("B", ""), ("Bt", ".trans")):
+                yield CATALOG[name], ldmatrix(f"ldmatrix.x{matrices}{trans}", operand, tile, num_matrices=matrices)
+    for width in (2, 4, 8, 16):
+        for path in (by_row("ld", width, tile, 2), by_row("st", width, tile, 2), broadcast(width, tile, 2)):
+            yield CATALOG["PLAIN"], path
+    for width in (4, 8, 16):
+        column = by_column("ld", width, tile, 2)
+        few = np.broadcast_to(np.arange(WARP_LANES) % 4 == 0, column.rows.shape)
+        yield CATALOG["PLAIN"], dataclasses.replace(column, name=f"{column.name}, every fourth lane", active=few)
+    for name in ("FLOAT_32X32", "FLOAT_32X33"):
+        toy = TOYS[name]
+        for path in array_paths(toy.tile, toy.element_bytes):
+            yield toy.layout, path
+
+
+def _probe(layout: SmemLayout, path: Path) -> Probe:
+    tile = f"{path.tile[0]}x{path.tile[1]} of {path.element_bytes} B"
+    return Probe(f"{layout.name}, {tile}: {path.name}", layout, path)
+
+
+PROBES = tuple(_probe(*pair) for pair in (*_kernel_probes(), *_single_warp_probes()))
+
+
+def prediction(probe: Probe) -> dict:
+    """The part of a record that needs no GPU."""
+    predicted = probe.predict()
+    record = {
+        "name": probe.name,
+        "path": probe.path.name,
+        "layout": probe.layout.name,
+        "instruction": probe.path.instruction,
+        "tile": list(probe.path.tile),
+        "element_bytes": probe.path.element_bytes,
+        "instructions": probe.path.num_instructions,
+        "ways": predicted.ways,
+        "ideal": predicted.ideal,
+        "counter": _WAVEFRONTS.format(probe.op),
+        "predicted": predicted.wavefronts,
+    }
+    if probe.op in _OPS_WITH_CONFLICTS:
+        record |= {"conflict_counter": _CONFLICTS.format(probe.op), "predicted_conflicts": predicted.conflicts}
+    return record
+
+
+def find_ncu() -> str | None:
+    """Nsight Compute's command line: on the PATH, or where the CUDA toolkit and its own installer put it."""
+    if found := shutil.which("ncu"):
+        return found
+    patterns = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
+    found = sorted(file for pattern in patterns for file in glob.glob(pattern))
+    return found[-1] if found else None
+
+
+def parse_ncu(text: str) -> list[dict[str, str]]:
+    """The rows of ``ncu --csv --page raw``, a launch each, in the order of launches.
+
+    Lines that are not CSV (ncu's own, the program's) and the row of units are left out.
+    """
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    rows = [row for row in csv.DictReader(lines) if (row.get("ID") or "").isdecimal()]
+    return sorted(rows, key=lambda row: int(row["ID"]))
+
+
+def measure(ncu: str) -> list[dict[str, int]]:
+    """Runs all probes under ncu; the counters of each, in the order of ``PROBES``.
+
+    Raises:
+        RuntimeError: ncu failed, or did not see exactly the kernels that were launched.
+    """
+    metrics = [_WAVEFRONTS.format(op) for op in _OPS] + [_CONFLICTS.format(op) for op in _OPS_WITH_CONFLICTS]
+    command = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name", "regex:^bank_"]
+    command += ["--metrics", ",".join(metrics), sys.executable, "-m", "perf.bank_kernels"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FilePath(__file__).parent.parent)
+    rows = parse_ncu(done.stdout)
+    expected = [kernel_name(probe.path.instruction) for probe in PROBES]
+    seen = [re.sub(r"_\d+$", "", row["Kernel Name"].partition("(")[0]) for row in rows]
+    if done.returncode or seen != expected:
+        tail = (done.stdout + done.stderr)[-2000:]
+        raise RuntimeError(f"ncu (exit {done.returncode}) saw {len(seen)} kernels, not the {len(expected)}:\n{tail}")
+    return [{metric: int(float(row[metric].replace(",", ""))) for metric in metrics} for row in rows]
+
+
+def records(counters: list[dict[str, int]] | None) -> list[dict]:
+    """One record a probe: the prediction, and what was measured if ``counters`` is not None."""
+    rows = [prediction(probe) for probe in PROBES]
+    for row, counted in zip(rows, counters or (), strict=counters is not None):
+        row["measured"] = counted[row["counter"]]
+        if "conflict_counter" in row:
+            row["measured_conflicts"] = counted[row["conflict_counter"]]
+    return rows
+
+
+def agrees(record: dict) -> bool:
+    """True when a measured record equals its prediction."""
+    return record["predicted"] == record["measured"] and record.get("predicted_conflicts") == record.get(
+        "measured_conflicts"
+    )
+
+
+def _write(rows: list[dict]) -> FilePath:
+    """Writes the results file of this device."""
+    import torch
+
+    device = torch.cuda.get_device_name()
+    folder = RESULTS / re.sub(r"\W+", "_", device.lower())
+    folder.mkdir(parents=True, exist_ok=True)
+    git = ["git", "-C", str(FilePath(__file__).parent), "rev-parse", "HEAD"]
+    content = {
+        "command": "python -m perf banks",
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device,
+        "versions": {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cutlass_dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
+        },
+        "records": rows,
+    }
+    file = folder / "bank_table.json"
+    file.write_text(json.dumps(content, indent=1) + "\n")
+    return file
+
+
+def _print_table(rows: list[dict]) -> None:
+    width = max(len(row["name"]) for row in rows)
+    print(f"{'layout: path':{width}}  ways  predicted  measured  conflicts predicted / measured")
+    for row in rows:
+        measured = row.get("measured", "-")
+        conflicts = ""
+        if "conflict_counter" in row:
+            conflicts = f"{row['predicted_conflicts']} / {row.get('measured_conflicts', '-')}"
+        differs = "  DIFFERS" if "measured" in row and not agrees(row) else ""
+        print(f"{row['name']:{width}}  {row['ways']:4}  {row['predicted']:9}  {measured:>8}  {conflicts}{differs}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``python -m perf banks``."""
+    parser.add_argument("--json", action="store_true", help="print the records instead of a table")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Predicts and, where a GPU and ncu are, measures; 1 if a measurement differs from its prediction."""
+    import torch
+
+    ncu = find_ncu()
+    counters, missing = None, ""
+    if not torch.cuda.is_available():
+        missing = "there is no CUDA device"
+    elif ncu is None:
+        missing = "ncu was not found on the PATH, under /usr/local/cuda* or under /opt/nvidia/nsight-compute"
+    else:
+        counters = measure(ncu)
+    rows = records(counters)
+    if args.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        _print_table(rows)
+    if missing:
+        print(f"Predictions only; none of these {len(rows)} accesses was measured: {missing}.", file=sys.stderr)
+        return 0
+    different = sum(not agrees(row) for row in rows)
+    print(f"{len(rows) - different} of {len(rows)} equal; written to {_write(rows)}", file=sys.stderr)
+    return int(different > 0)

@@ -1,0 +1,187 @@
+"""python -m layouts: what it prints, how it fails, how long it takes."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from layouts.__main__ import main
+from layouts.parse import LayoutSyntaxError, find_layout, parse_expression
+from layouts.smem_layout import COLS, SmemLayout, Swizzle
+
+
+def run(capsys, *argv) -> tuple[int, str, str]:
+    code = main(argv)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_check_lists_every_path_as_json(capsys):
+    code, out, _ = run(capsys, "check", "PLAIN", "--json")
+    records = json.loads(out)
+    assert code == 0
+    assert {"path": "ldmatrix K", "ways": 8, "wavefronts": 4096, "ideal": 512} in records
+    assert len(records) == 8
+
+
+def test_check_prints_verdicts_and_the_first_collision(capsys):
+    _, out, _ = run(capsys, "check", "PLAIN")
+    assert "8-way conflict" in out
+    assert "lanes 0 to 7 of phase 0 all need 16-byte bank 0: rows 0 to 7, column 0, 256 bytes apart" in out
+    assert "peak / 6.73" in out
+
+
+def test_check_takes_the_tile_of_the_kernel(capsys):
+    _, out, _ = run(capsys, "check", "PLAIN", "--json", "--head-dim", "64", "--tile", "128x128", "--threads", "256")
+    ldmatrix_k = next(record for record in json.loads(out) if record["path"] == "ldmatrix K")
+    assert ldmatrix_k["ideal"] == 8 * (128 // 16) * (64 // 16) * 4
+
+
+@pytest.mark.parametrize(("layout", "code"), [("PLAIN", 1), ("SWIZZLE_333", 0), ("FLOAT_32X32", 1)])
+def test_fail_makes_a_conflict_an_exit_code(capsys, layout, code):
+    assert run(capsys, "check", layout, "--fail")[0] == code
+
+
+def test_check_says_why_a_layout_is_not_usable(capsys):
+    _, out, _ = run(capsys, "check", "(8,64):(32,1)")
+    assert "NOT USABLE: elements (0, 32) and (1, 0) share offset 32" in out
+    code, _, err = run(capsys, "check", "(1,D):(D+1,1)")
+    assert code == 2
+    assert "must be aligned to 16 bytes" in err
+
+
+def test_compare_shows_both_and_the_sum_of_an_iteration(capsys):
+    _, out, _ = run(capsys, "compare", "PLAIN", "SWIZZLE_333")
+    assert [line.split() for line in out.splitlines() if line.startswith("KV iteration")] == [
+        ["KV", "iteration", "8", "1", "9472", "1408", "1408", "6.73"]
+    ]
+    assert run(capsys, "compare", "PLAIN", "FLOAT_32X32")[0] == 2
+
+
+def test_search_lists_price_and_restrictions(capsys):
+    _, out, _ = run(capsys, "search", "--json")
+    first, *others = json.loads(out)
+    assert first == {
+        "layout": "S<3,3,3> o (8,64):(64,1)",
+        "bytes": 49152,
+        "padding": 0,
+        "mode": "128B",
+        "rules_out": [],
+    }
+    assert any(one["layout"] == "S<0,3,3> o (1,D):(D+8,1)" for one in others)
+    code, _, err = run(capsys, "search", "--path", "ldmatrix W")
+    assert code == 2
+    assert "no path named 'ldmatrix W'" in err
+
+
+def test_show_prints_banks_and_offsets(capsys):
+    _, out, _ = run(capsys, "show", "SWIZZLE_333", "--window", "3x64")
+    assert [line.split()[1:] for line in out.splitlines()[2:]] == [list("01234567"), list("10325476"), list("23016745")]
+    _, out, _ = run(capsys, "show", "XOR_4X4", "--what", "offsets")
+    assert out.splitlines()[3].split() == ["1", "5", "4", "7", "6"]
+    assert "\x1b[" not in out
+    _, out, _ = run(capsys, "show", "PLAIN", "--color", "always")
+    assert "\x1b[30;48;5;" in out
+
+
+def test_draw_writes_the_file_it_was_asked_for(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    for suffix, start in (("svg", b"<?xml"), ("png", b"\x89PNG")):
+        file = tmp_path / f"picture.{suffix}"
+        assert run(capsys, "draw", "PLAIN", "--out", str(file))[0] == 0
+        assert file.read_bytes().startswith(start)
+    code, _, err = run(capsys, "draw", "PLAIN", "--out", str(tmp_path / "picture.xyz"))
+    assert code == 2
+    assert ".svg or .png" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("S<3,3,3> o (8,64):(64,1)", SmemLayout("x", (8, 64), (64, 1), Swizzle(3, 3, 3))),
+        ("Swizzle<2,3,4>o(1,D):(D+8,1)", SmemLayout("x", (1, COLS), (COLS + 8, 1), Swizzle(2, 3, 4))),
+        (" ( 1 , D ) : ( D - 0 , 1 ) ", SmemLayout("x", (1, COLS), (COLS, 1))),
+        ("S<3,3,-3> o (1,D):(D,1)", SmemLayout("x", (1, COLS), (COLS, 1), Swizzle(3, 3, -3))),
+    ],
+)
+def test_expressions(text, layout):
+    found = parse_expression(text)
+    assert (found.shape, found.stride, found.swizzle) == (layout.shape, layout.stride, layout.swizzle)
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "reason"),
+    [
+        ("S<3,3,3 o (8,64):(64,1)", 8, "expected '>', found 'o'"),
+        ("S<3,3> o (8,64):(64,1)", 5, "expected ',', found '>'"),
+        ("S<3,3,2> o (8,64):(64,1)", 0, "shift must be at least bits"),
+        ("S<3,3,99> o (8,64):(64,1)", 0, "at most 31"),
+        ("S<3,3,3> (8,64):(64,1)", 9, "expected 'o', found '('"),
+        ("S<3,3,3> o", 10, "expected '(', found the end"),
+        ("(8,64)", 6, "expected ':', found the end"),
+        ("(8;64):(64,1)", 2, "expected ',', found ';'"),
+        ("(8,E):(64,1)", 3, "expected an integer or 'D', found 'E'"),
+        ("(8,64):(64,0)", 11, "must be positive, found 0"),
+        ("(1,D):(D+,1)", 9, "expected an integer, found ','"),
+        ("(8,64):(64,1))", 13, "expected the end, found ')'"),
+    ],
+)
+def test_a_malformed_expression_is_pointed_at(text, position, reason):
+    with pytest.raises(LayoutSyntaxError) as caught:
+        find_layout(text)
+    assert caught.value.position == position
+    assert reason in str(caught.value)
+    _, shown, caret = str(caught.value).splitlines()
+    assert shown[2:] == text
+    assert caret == "  " + " " * position + "^"
+
+
+def test_an_error_is_printed_and_exits_with_2(capsys):
+    code, out, err = run(capsys, "check", "S<3,3,3 o (8,64):(64,1)")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].index("^") == err.splitlines()[-2].index(" o ") + 1
+    code, _, err = run(capsys, "check", "SWIZZLE_33")
+    assert code == 2
+    assert "did you mean SWIZZLE_333?" in err
+    with pytest.raises(SystemExit) as caught:
+        main(["check", "PLAIN", "--tile", "64"])
+    assert caught.value.code == 2
+
+
+def test_a_file_defines_a_layout(capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    one = 'from layouts import SmemLayout, Swizzle\nmine = SmemLayout("mine", (8, 64), (64, 1), Swizzle(3, 3, 3))\n'
+    file.write_text(one)
+    code, out, _ = run(capsys, "check", str(file))
+    assert code == 0
+    assert "mine = S<3,3,3> o (8,64):(64,1)" in out
+    file.write_text(one + 'other = SmemLayout("other", (8, 64), (64, 1))\n')
+    assert "name one as" in run(capsys, "check", str(file))[2]
+    assert find_layout(f"{file}:other").name == "other"
+    assert "defines no layout 'third'" in run(capsys, "check", f"{file}:third")[2]
+    file.write_text("1 / 0\n")
+    assert "ZeroDivisionError" in run(capsys, "check", str(file))[2]
+    assert "no such file" in run(capsys, "check", str(tmp_path / "none.py"))[2]
+
+
+def test_one_line_in_the_catalog_is_enough():
+    from layouts.catalog import _collect
+
+    mine = SmemLayout("MINE", (8, 32), (32, 1))
+    assert _collect({"MINE": mine, "other": 3}) == {"MINE": mine}
+    with pytest.raises(ValueError, match="two layouts named 'MINE'"):
+        _collect({"MINE": mine, "AGAIN": SmemLayout("MINE", (8, 16), (16, 1))})
+
+
+def test_check_answers_in_under_a_second_and_imports_only_numpy():
+    heavy = "import sys; from layouts.__main__ import main; main(['check', 'PLAIN']); "
+    heavy += "print([name for name in ('torch', 'cutlass', 'matplotlib') if name in sys.modules])"
+    best = float("inf")
+    for _ in range(3):  # the machine may be busy with something else
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True)
+        best = min(best, time.perf_counter() - start)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert best < 1.0
