@@ -129,3 +129,15 @@ def test_timing_table_with_stand_ins(off, monkeypatch, tmp_path, capsys):
     assert kernel1["correct"] == (not off) and kernel1["error_allowed"] == peer["error_allowed"]
     assert "ms" not in absent and absent["reason"]
     assert "flash_attn_4 not run" in captured.out and "kernel1 PLAIN" in captured.out
+
+
+def test_a_layout_by_expression(no_gpu, tmp_path, capsys):
+    expression = "S<2,3,3> o (8,64):(64,1)"
+    output = tmp_path / "out.json"
+    argv = ["inspect", *SMALL, "--arch", "sm_90a", "--layout", "PLAIN", expression, "--output", str(output)]
+    assert main(argv) == 0
+    assert [record["layout"] for record in results.read_results(output)["records"]] == ["PLAIN", expression]
+    with pytest.raises(SystemExit) as exit_:
+        main(["--layout", "ROTATE"])
+    assert exit_.value.code == 2
+    assert "--layout: must be a layout that a kernel can take" in capsys.readouterr().err

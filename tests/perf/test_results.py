@@ -47,7 +47,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not JSON"), (json.dumps({"records": []}), "lacks command, commit, date, device, ok")],
+    [("{", "is not JSON"), (json.dumps({"records": []}), "lacks command, commit, date, device, versions")],
 )
 def test_foreign_files_are_refused(tmp_path, text, message):
     path = tmp_path / "what.json"
