@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import datetime
 import glob
-import importlib.metadata
 import json
 import re
 import shutil
@@ -28,8 +26,8 @@ from layouts import CATALOG, SmemLayout
 from layouts.access import WARP_LANES, Path, array_paths, broadcast, by_column, by_row, kernel_paths, ldmatrix
 from layouts.banks import BankReport, report
 from layouts.toys import TOYS
+from perf import results
 
-RESULTS = FilePath(__file__).parent / "results"
 _WAVEFRONTS = "sm__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 _CONFLICTS = "sm__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
 # ncu has no counter of its own for the conflicts of ld and st: they are the wavefronts less the ideal.
@@ -192,31 +190,6 @@ def agrees(record: dict) -> bool:
     )
 
 
-def _write(rows: list[dict]) -> FilePath:
-    """Writes the results file of this device."""
-    import torch
-
-    device = torch.cuda.get_device_name()
-    folder = RESULTS / re.sub(r"\W+", "_", device.lower())
-    folder.mkdir(parents=True, exist_ok=True)
-    git = ["git", "-C", str(FilePath(__file__).parent), "rev-parse", "HEAD"]
-    content = {
-        "command": "python -m perf banks",
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": device,
-        "versions": {
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "cutlass_dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
-        },
-        "records": rows,
-    }
-    file = folder / "bank_table.json"
-    file.write_text(json.dumps(content, indent=1) + "\n")
-    return file
-
-
 def _print_table(rows: list[dict]) -> None:
     width = max(len(row["name"]) for row in rows)
     print(f"{'layout: path':{width}}  ways  predicted  measured  conflicts predicted / measured")
@@ -255,5 +228,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"Predictions only; none of these {len(rows)} accesses was measured: {missing}.", file=sys.stderr)
         return 0
     different = sum(not agrees(row) for row in rows)
-    print(f"{len(rows) - different} of {len(rows)} equal; written to {_write(rows)}", file=sys.stderr)
+    path = results.results_path(results.device_name(), "bank_table")
+    results.write_results(path, results.make_document(rows, results.device_name(), ok=not different))
+    print(f"{len(rows) - different} of {len(rows)} equal; written to {path}", file=sys.stderr)
     return int(different > 0)
