@@ -7,23 +7,21 @@ bit by bit and the emulated wavefronts of shared memory with the hardware's coun
 
 from __future__ import annotations
 
-import csv
-import glob
-import io
+import argparse
 import json
-import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
 
 import torch
-from tabulate import tabulate
 
 import cute_fa
 from cute_fa.arch import arch_of_capability
 from cute_fa.emulator import DEFAULT_ARCH, EmulatedForward, emulate_forward
 from cute_fa.ladder import resolve_kernel
-from perf.records import write_results
+from perf.bank_table import find_ncu, parse_ncu
+from perf.output import add_output_arguments, as_csv, cell, emit, plain_table, progress, wants_tables
+from perf.results import ROOT, device_name, make_document, results_path
 
 KERNELS = ("kernel1", "kernel2")
 _COUNTER = "sm__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
@@ -34,7 +32,6 @@ COUNTERS = {
     _COUNTER.format("ld"): (("ld.shared",), True),
     _COUNTER.format("ldgsts"): (("cp.async",), False),
 }
-_NCU_PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LAUNCHES = "import perf.emulation; perf.emulation.launch_all()"
 
@@ -77,30 +74,37 @@ SHAPES = (
 )
 
 
-def add_arguments(parser) -> None:
-    """The options of ``python -m perf emulate``."""
-    parser.add_argument("--json", action="store_true", help="print the records as JSON instead of tables")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``python -m perf emulate``."""
+    add_output_arguments(parser)
 
 
-def main(args) -> int:
-    """Runs the comparison; returns 1 when an exact counter and the emulator differ or nothing could be compared."""
+def main(args: argparse.Namespace) -> int:
+    """Emulates and, where a GPU and ncu are, compares; 1 if an exact counter differs from the emulator."""
+    ncu, missing = find_ncu(), ""
     if not torch.cuda.is_available():
+        missing = "no CUDA device is visible to PyTorch"
+    elif ncu is None:
+        missing = "ncu was not found on the PATH, under /usr/local/cuda* or under /opt/nvidia/nsight-compute"
+    if missing:
         records = [record for shape in SHAPES[:2] for name in KERNELS for record in emulated_records(shape, name)]
-        _print(records, args.json)
-        print("Not measured: outputs and counters of a GPU; no CUDA device is visible to PyTorch.", file=sys.stderr)
+    else:
+        records = compare_with_gpu(ncu)
+    if wants_tables(args):
+        _print_tables(records)
+    differing = sum(r.get("exact", False) and r["wavefronts"] != r["predicted"] for r in records)
+    document = make_document(records, device_name(), ok=not differing)
+    if missing:
+        if args.json:
+            print(json.dumps(document, indent=1))
+        elif args.csv:
+            print(as_csv(records), end="")
+        progress(f"Emulated only; neither outputs nor counters of a GPU were compared: {missing}.")
         return 0
-    ncu = find_ncu()
-    if ncu is None:
-        print("ncu (Nsight Compute) is neither on PATH nor in its usual places; nothing was compared", file=sys.stderr)
-        return 1
-    records = compare_with_gpu(ncu)
-    path = write_results("emulation", "python -m perf emulate", records)
-    _print(records, args.json)
-    print(f"wrote {path}", file=sys.stderr)
-    differing = [r for r in records if r.get("exact") and r["wavefronts"] != r["predicted"]]
+    emit(args, document, results_path(device_name(), "emulation"))
     if differing:
-        print(f"{len(differing)} exact counters differ from the emulator", file=sys.stderr)
-    return 1 if differing else 0
+        progress(f"{differing} exact counters differ from the emulator")
+    return int(differing > 0)
 
 
 # --- emulated ----------------------------------------------------------------------------------------------
@@ -205,70 +209,46 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 # --- Nsight Compute ----------------------------------------------------------------------------------------
 
 
-def find_ncu() -> str | None:
-    """The path of Nsight Compute, the newest of its usual places if it is not on PATH."""
-    places = [path for pattern in _NCU_PLACES for path in sorted(glob.glob(pattern), reverse=True)]
-    return shutil.which("ncu") or next(iter(places), None)
-
-
 def run_ncu(ncu: str) -> list[dict[str, int]]:
     """The counters of every launch of ``launch_all``, in order.
 
     Raises:
-        RuntimeError: ncu failed, or counted another number of launches.
+        RuntimeError: ncu failed, or did not see exactly the kernels that were launched.
     """
-    command = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--target-processes", "all"]
-    command += ["--kernel-name", "regex:cute_fa", "--metrics", ",".join(COUNTERS), sys.executable, "-c", _LAUNCHES]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"ncu exited with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    launches = parse_ncu(done.stdout)
-    expected = len(SHAPES) * len(KERNELS)
-    if len(launches) != expected:
-        raise RuntimeError(f"ncu counted {len(launches)} launches, expected {expected}:\n{done.stdout[-2000:]}")
-    return launches
-
-
-def parse_ncu(text: str) -> list[dict[str, int]]:
-    """The counters of each launch from the output of ``ncu --csv --page raw``.
-
-    Raises:
-        RuntimeError: no table in the output, or a counter is missing from it.
-    """
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None:
-        raise RuntimeError(f"no table in the output of ncu:\n{text[-2000:]}")
-    table = csv.DictReader(io.StringIO("\n".join(lines[start:])))
-    missing = set(COUNTERS) - set(table.fieldnames or ())
-    if missing:
-        raise RuntimeError(f"ncu gave no column for {', '.join(sorted(missing))}")
-    launches = [row for row in table if row["ID"].strip().isdigit()]  # the row of units has no ID
-    return [{counter: round(float(row[counter].replace(",", ""))) for counter in COUNTERS} for row in launches]
+    command = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name", "regex:cute_fa"]
+    command += ["--metrics", ",".join(COUNTERS), sys.executable, "-c", _LAUNCHES]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    rows = parse_ncu(done.stdout)
+    expected = [name for _ in SHAPES for name in KERNELS]
+    seen = [row["Kernel Name"] for row in rows]
+    matching = len(seen) == len(expected) and all(name in full for name, full in zip(expected, seen, strict=True))
+    if done.returncode or not matching:
+        tail = (done.stdout + done.stderr)[-2000:]
+        raise RuntimeError(f"ncu (exit {done.returncode}) saw {len(seen)} launches, not the {len(expected)}:\n{tail}")
+    return [{counter: int(float(row[counter].replace(",", ""))) for counter in COUNTERS} for row in rows]
 
 
 # --- printed -----------------------------------------------------------------------------------------------
 
 
-def _print(records: list[dict], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(records, indent=1))
-        return
+def _print_tables(records: list[dict]) -> None:
     outputs = [r for r in records if r["path"] == "o"]
     if outputs:
-        keys = ("equal", "max_ulp", "max_row_ulp", "lse_error")
-        headers = ("shape", "kernel", "bits equal", "max ulp", "max ulp of row", "lse error")
-        rows = [[_shape_of(r), r["name"], *(r[key] for key in keys)] for r in outputs]
-        print(f"Outputs of the GPU and the emulator\n\n{tabulate(rows, headers)}\n")
+        headers = ["shape", "kernel", "bits equal", "max ulp", "max ulp of row", "lse error"]
+        rows = [
+            [_shape_of(r), r["name"], f"{r['equal']:.2%}", cell(r["max_ulp"]), cell(r["max_row_ulp"]),
+             cell(r["lse_error"], ".1e")] for r in outputs
+        ]  # fmt: skip
+        print(f"Outputs of the GPU and the emulator\n\n{plain_table(headers, rows)}\n")
     rows = []
-    for r in records:
-        if r["path"] != "o":
-            counted = r.get("wavefronts")
-            difference = None if counted is None else counted - r["predicted"]
-            ways = f"{r['predicted'] / r['ideal']:.2f}-way" if r["ideal"] else ""
-            rows.append([_shape_of(r), r["name"], r["path"], r["ideal"], r["predicted"], ways, counted, difference])
-    headers = ("shape", "kernel", "path", "ideal", "emulated", "ways", "counted", "difference")
-    print(f"Wavefronts of shared memory\n\n{tabulate(rows, headers)}")
+    for r in (r for r in records if r["path"] != "o"):
+        counted = r.get("wavefronts")
+        difference = None if counted is None else counted - r["predicted"]
+        ways = r["predicted"] / r["ideal"] if r["ideal"] else None
+        numbers = [cell(r["ideal"], ","), cell(r["predicted"], ","), cell(ways, ".2f"), cell(counted, ",")]
+        rows.append([_shape_of(r), r["name"], r["path"], *numbers, cell(difference, "+,")])
+    headers = ["shape", "kernel", "path", "ideal", "emulated", "ways", "counted", "difference"]
+    print(f"Wavefronts of shared memory\n\n{plain_table(headers, rows)}")
 
 
 def _shape_of(record: dict) -> str:

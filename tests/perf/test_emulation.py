@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
 import torch
 
 from perf import emulation
+from perf.__main__ import main as perf_main
 from perf.emulation import COUNTERS, KERNELS, SHAPES, Shape
-from perf.records import RESULTS, device_slug
+from perf.results import RESULTS, slug
 
 FILES = sorted(RESULTS.glob("*/emulation.json"))
 
 
-def test_ncu_output_is_read():
+def test_launches_that_ncu_did_not_see_are_an_error(tmp_path):
+    fake = tmp_path / "ncu"
+    fake.write_text("#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM'\nexit 1\n")
+    fake.chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"exit 1\) saw 0 launches, not the 16:(?s:.*)ERR_NVGPUCTRPERM"):
+        emulation.run_ncu(str(fake))
+
+
+def test_counters_are_taken_in_the_order_of_the_launches(tmp_path):
     columns = ",".join(f'"{counter}"' for counter in COUNTERS)
-    text = (
-        "==PROF== Connected to process 7\n"
-        f'"ID","Kernel Name",{columns}\n"","","","","",""\n'
-        '"0","cute_fa_kernel1","1,024","32","8","4096"\n"1","cute_fa_kernel2","128","4","8","4,096"\n'
-    )
+    names = [name for _ in SHAPES for name in KERNELS]
+    rows = [f'"{i}","cute_fa_{name}_0","1,{i:03}","32","8.0","4096"' for i, name in enumerate(names)]
+    text = "\n".join(["==PROF==", f'"ID","Kernel Name",{columns}', '"","","","","",""', *rows])
+    fake = tmp_path / "ncu"
+    fake.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+    fake.chmod(0o755)
     ldsm, st, ld, ldgsts = COUNTERS
-    first, second = emulation.parse_ncu(text)
-    assert first == {ldsm: 1024, st: 32, ld: 8, ldgsts: 4096}
-    assert second[ldgsts] == 4096
-    with pytest.raises(RuntimeError, match="no table"):
-        emulation.parse_ncu("==ERROR== ERR_NVGPUCTRPERM")
-    with pytest.raises(RuntimeError, match="no column for"):
-        emulation.parse_ncu('"ID","Kernel Name"\n"0","k"\n')
+    counted = emulation.run_ncu(str(fake))
+    assert [c[ldsm] for c in counted] == [1000 + i for i in range(16)]
+    assert counted[3] == {ldsm: 1003, st: 32, ld: 8, ldgsts: 4096}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -52,20 +57,18 @@ def test_inputs_are_the_same_every_time():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there and would be compared with")
 def test_without_a_gpu_the_emulated_wavefronts_are_shown(capsys):
-    parser = argparse.ArgumentParser()
-    emulation.add_arguments(parser)
-    assert emulation.main(parser.parse_args([])) == 0
+    assert perf_main(["emulate"]) == 0
     printed = capsys.readouterr()
     for path in ("cp.async", "ldmatrix", "ldmatrix.trans", "ld.shared", "st.shared"):
         assert path in printed.out
-    assert "8.00-way" in printed.out and "Not measured" in printed.err
+    assert "8.00" in printed.out and "no CUDA device" in printed.err
 
 
 @pytest.mark.skipif(not FILES, reason="no perf/results/*/emulation.json yet: python -m perf emulate writes it")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 def test_committed_results_agree_with_the_emulator(path):
     content = json.loads(path.read_text())
-    assert device_slug(content["device"]) == path.parent.name
+    assert slug(content["device"]) == path.parent.name
     fields = list(Shape.__dataclass_fields__)
     runs = {}
     for record in content["records"]:
