@@ -43,16 +43,20 @@ def copy_rows(tiled_copy: cute.TiledCopy, src: cute.Tensor, dst: cute.Tensor, ro
 
 
 @cute.jit
-def store_pairs(values: cute.Tensor, coords: cute.Tensor, tile: cute.Tensor):
-    """Stores a thread's accumulator to a shared-memory tile, two neighbouring columns at a time.
-
-    ``values`` and ``coords`` are (row, col) views of the accumulator; ``coords`` holds places in the tile.
-    Each pair gets its address from the tile's layout, whatever its swizzle: ``cute.copy`` takes a swizzle only
-    where the addresses of a thread differ by constants.
-    """
-    for r in cutlass.range_constexpr(cute.size(values, mode=[0])):
-        for c in cutlass.range_constexpr(0, cute.size(values, mode=[1]), 2):
-            pair = cute.make_rmem_tensor(2, values.element_type)
-            pair[0], pair[1] = values[r, c], values[r, c + 1]
-            at = (tile.iterator + cute.crd2idx(coords[r, c], tile.layout)).align(4)
-            cute.autovec_copy(pair, cute.make_tensor(at, cute.make_layout(2)))
+def store_accumulator(tiled_mma: cute.TiledMma, fragment: cute.Tensor, tile: cute.Tensor, tidx):
+    """Stores a thread's accumulator to a tile in shared memory, two neighbouring columns at a time."""
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), fragment.element_type, num_bits_per_copy=32)
+    thr_copy = cute.make_tiled_copy_C(atom, tiled_mma).get_slice(tidx)
+    source, destination = thr_copy.retile(fragment), thr_copy.partition_D(tile)
+    if cutlass.const_expr(not isinstance(destination.layout, cute.ComposedLayout)):
+        cute.copy(atom, source, destination)
+    else:
+        # The swizzle mixes the thread's place into the steps between its pairs, and a copy takes no such
+        # layout: each pair gets its own address.
+        shape = (cute.size(tile, mode=[0]), cute.size(tile, mode=[1]))
+        coords = thr_copy.partition_D(cute.make_identity_tensor(shape))
+        for i in cutlass.range_constexpr(0, cute.size(source), 2):
+            pair = cute.make_rmem_tensor(2, fragment.element_type)
+            pair[0], pair[1] = source[i], source[i + 1]
+            address = (tile.iterator + cute.crd2idx(coords[i], tile.layout)).align(4)
+            cute.autovec_copy(pair, cute.make_tensor(address, cute.make_layout(2)))

@@ -22,7 +22,7 @@ import cutlass.cute as cute
 
 from cute_fa.arch import get_arch
 from cute_fa.config import KernelConfig
-from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies, store_pairs
+from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies, store_accumulator
 from cute_fa.device.mask import mask_scores
 from cute_fa.device.mma import (
     SmemOperand,
@@ -184,10 +184,9 @@ class Sm80Serial:
             cute.arch.sync_threads()  # K and V are read; the next tiles may overwrite them
 
         lse = softmax.finish(acc_O)
-        cO = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, head_dim))))
         if cutlass.const_expr(mLSE is not None):
-            first_of_quad = cO[0, 0][1] == 0
-            if first_of_quad:
+            cO = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, head_dim))))
+            if cO[0, 0][1] == 0:  # one lane of each quad
                 for r in cutlass.range_constexpr(cute.size(cO, mode=[0])):
                     row = m_block * tile_m + cO[r, 0][0]
                     if row < seqlen_q:
@@ -199,7 +198,7 @@ class Sm80Serial:
         cute.arch.sync_threads()
         rO = cute.make_rmem_tensor(acc_O.layout, dtype)
         rO.store(acc_O.load().to(dtype))
-        store_pairs(acc_as_rows(rO), cO, sO)
+        store_accumulator(tiled_mma, rO, sO, tidx)
         cute.arch.sync_threads()
         tOsO, tOgO = thr_store.partition_S(sO), thr_store.partition_D(gO)
         tOrO = cute.make_fragment_like(tOgO, dtype)
