@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 import cute_fa
-from cute_fa.arch import arch_of_capability
+from cute_fa.arch import arch_of_capability, get_arch
 from cute_fa.emulator import DEFAULT_ARCH, EmulatedForward, emulate_forward
-from cute_fa.ladder import resolve_kernel
+from cute_fa.ladder import LADDER, resolve_kernel
 from perf.bank_table import find_ncu, parse_ncu
 from perf.output import add_output_arguments, as_csv, cell, emit, plain_table, progress, wants_tables
 from perf.results import ROOT, device_name, make_document, results_path
@@ -87,7 +87,8 @@ def main(args: argparse.Namespace) -> int:
     elif ncu is None:
         missing = "ncu was not found on the PATH, under /usr/local/cuda* or under /opt/nvidia/nsight-compute"
     if missing:
-        records = [record for shape in SHAPES[:2] for name in KERNELS for record in emulated_records(shape, name)]
+        pairs = [(shape, name) for shape in SHAPES[:2] for name in emulated_rungs()]
+        records = [record for shape, name in pairs for record in emulated_records(shape, name)]
     else:
         records = compare_with_gpu(ncu)
     if wants_tables(args):
@@ -115,6 +116,11 @@ def emulate_shape(shape: Shape, name: str, arch: str = DEFAULT_ARCH) -> Emulated
     result = emulate_forward(*shape.tensors("cpu"), causal=shape.causal, kernel=name, arch=arch)
     result.report.raise_for_faults()
     return result
+
+
+def emulated_rungs() -> list[str]:
+    """The rungs of the ladder that are built for the architecture that the emulator knows."""
+    return [rung.name for rung in LADDER if get_arch(DEFAULT_ARCH).capability >= rung.min_arch]
 
 
 def predicted_wavefronts(result: EmulatedForward, paths: tuple[str, ...]) -> tuple[int, int]:

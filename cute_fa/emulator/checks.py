@@ -11,7 +11,7 @@ least one is a write, and nothing orders them. Ordered are
 
 The accesses of one ldmatrix count as made after its own synchronisation. A cp.async writes at any moment
 between its issue and the wait that completes it: it counts as a write by the issuing thread in every barrier
-interval from the one to the other.
+interval from the one to the other. Global memory is not checked for races.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Every thread has a block that it will execute next. Of the threads that wait for nothing, those at the
 lowest block run it together; so those that took the shorter way wait for the others where the ways meet.
+A part of a warp does not enter a block with an instruction for the whole warp while others can still join it.
 A thread at a barrier waits until all threads of its CTA that have not exited are at one.
 """
 
@@ -113,14 +114,28 @@ class Batch:
                 if not self._release(end):
                     break
                 continue
-            number = int(self.position[runnable].min())
-            chosen = runnable & (self.position == number)
+            number, chosen = self._choose(runnable)
             block = self.program.blocks[number]
             if chosen.all():
                 self._run(block, number, whole)
             else:
                 self._run_some(block, number, np.flatnonzero(chosen))
         self.races.close(np.ones(self.num_ctas, bool))
+
+    def _choose(self, runnable) -> tuple[int, np.ndarray]:
+        """The block to run next, and the threads that run it: the lowest that no part of a warp has to wait at."""
+        number = lowest = int(self.position[runnable].min())
+        first = chosen = runnable & (self.position == lowest)
+        while self.program.blocks[number].collective:
+            by_warp = chosen.reshape(-1, WARP)
+            if (by_warp.all(axis=1) == by_warp.any(axis=1)).all():
+                return number, chosen
+            later = runnable & (self.position > number)
+            if not later.any():
+                return lowest, first  # nobody can complete the warp: the step or the barrier will say so
+            number = int(self.position[later].min())
+            chosen = later & (self.position == number)
+        return number, chosen
 
     def _run_some(self, block, number, threads):
         first, last = int(threads[0]), int(threads[-1])

@@ -46,6 +46,11 @@ class TranslatedBlock:
     touched: dict[int, np.ndarray] = field(default_factory=dict)
     written: dict[int, np.ndarray] = field(default_factory=dict)
 
+    @property
+    def collective(self) -> bool:
+        """Whether something in it is for whole warps."""
+        return self.num_syncs > 0 or self.kind == "barrier"
+
 
 @dataclass
 class Program:

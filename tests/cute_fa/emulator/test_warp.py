@@ -247,6 +247,25 @@ DONE:
     np.testing.assert_array_equal(out, [steps((i ^ 1) + 1) for i in range(len(out))])
 
 
+def test_a_warp_meets_at_a_shuffle_that_lies_before_one_of_the_ways():
+    out = np.zeros(64, np.uint32)
+    body = """
+    setp.lt.u32 %p1, %r0, 7;
+    mov.b32 %r2, 1;
+    @%p1 bra LONG;
+MEET:
+    add.s32 %r3, %r0, %r2;
+    shfl.sync.idx.b32 %r4, %r3, 0, 31, -1;
+    bra DONE;
+LONG:
+    mov.b32 %r2, 100;
+    bra MEET;
+DONE:
+    """
+    run(body + store("%r4", 1, 0), out).raise_for_faults()
+    np.testing.assert_array_equal(out, np.repeat([100, 33], 32))
+
+
 def test_part_of_a_warp_at_a_shuffle_is_an_error():
     body = """
     setp.lt.u32 %p1, %r0, 7;
