@@ -29,18 +29,18 @@ def compiled_ptx(tmp_path_factory):
     """PTX of the probe kernel of an instruction, compiled once."""
     kept, folder = {}, tmp_path_factory.mktemp("ptx")
 
-    def get(instruction: str, masked: bool) -> str:
-        if (instruction, masked) not in kept:
-            options = f"--gpu-arch sm_90a --keep-ptx --dump-dir={folder}"
-            kept[instruction, masked] = compile_probe(instruction, masked, options).__ptx__
-        return kept[instruction, masked]
+    def get(instruction: str, masked: bool, threads: int) -> str:
+        key = (instruction, masked, threads)
+        if key not in kept:
+            kept[key] = compile_probe(*key, f"--gpu-arch sm_90a --keep-ptx --dump-dir={folder}").__ptx__
+        return kept[key]
 
     return get
 
 
 @pytest.mark.parametrize("instruction", sorted({probe.path.instruction for probe in PROBES}))
 def test_a_probe_kernel_has_its_instruction_once_and_no_other(instruction, compiled_ptx):
-    ptx = compiled_ptx(instruction, False)
+    ptx = compiled_ptx(instruction, False, 32)
     shared = [line.split()[0] for line in ptx.splitlines() if ".shared" in line.split("//")[0].split("[")[0]]
     shared = [operation for operation in shared if not operation.startswith(".extern")]
     in_braces = [line for line in ptx.splitlines() if f"{instruction} " in line]
@@ -55,11 +55,11 @@ def test_the_compiled_probe_makes_the_accesses_of_its_path(probe, compiled_ptx):
     table = address_table(probe)
     threads = table.shape[1]
     args = [
-        TensorArg("addresses", table, (0, 1), (0,)),
-        TensorArg("source", np.zeros(4 * threads, np.int32), (0,)),
-        TensorArg("out", np.zeros(threads, np.int32), (0,)),
+        TensorArg("addresses", table, (0,)),
+        TensorArg("source", np.zeros(4 * threads, np.int32)),
+        TensorArg("out", np.zeros(threads, np.int32)),
     ]
-    ptx = compiled_ptx(probe.path.instruction, probe.path.active is not None)
+    ptx = compiled_ptx(probe.path.instruction, probe.path.active is not None, threads)
     found = emulate(ptx, (1, 1, 1), (threads, 1, 1), args, SMEM_BYTES)
     ((ideal, actual),) = found.by_path().values()
     predicted = probe.predict()
