@@ -9,11 +9,10 @@ import torch
 
 from cute_fa.arch import arch_of_capability
 from cute_fa.compiled import get_compiled
+from cute_fa.emulator import DEFAULT_ARCH, emulated_launch
 from cute_fa.ladder import select
 from cute_fa.problem import VECTOR, AttentionProblem, check_no_grad, check_pointer
 from layouts import SmemLayout
-
-EMULATED_ARCH = "sm_80"
 
 
 def forward(
@@ -28,6 +27,10 @@ def forward(
     layout: str | SmemLayout | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(softmax_scale * q k^T) v, for each batch and head.
+
+    Tensors on a GPU run on it, on the current stream. Tensors on the CPU run through the emulator: the
+    compiled kernel, instruction by instruction, with its races and stray accesses found; slow, for small
+    problems.
 
     Args:
         q: (B, S_q, H, D), fp16 or bf16, last dimension contiguous, any other strides; D is 64 or 128.
@@ -45,6 +48,7 @@ def forward(
 
     Raises:
         TypeError, ValueError: before anything is launched, naming the argument and what is allowed.
+        EmulationError: on the CPU, a fault of the kernel, or more work than the emulator should be given.
     """
     plan = _plan_for(q, k, v, causal, return_lse, kernel, layout)
     problem = plan.problem
@@ -61,7 +65,7 @@ def forward(
     else:
         if plan.unaligned:
             q, k, v = (_align_rows(tensor) for tensor in (q, k, v))
-        if problem.device.index == torch.cuda.current_device():
+        if problem.device.type == "cpu" or problem.device.index == torch.cuda.current_device():
             plan.launch(q, k, v, o, lse, scale)
         else:
             with torch.cuda.device(problem.device):
@@ -104,24 +108,22 @@ def _plan_for(q, k, v, causal, return_lse, kernel, layout) -> _Plan:
 
 def _make_plan(q, k, v, causal, return_lse, kernel, layout) -> _Plan:
     problem = AttentionProblem.from_tensors(q, k, v, causal=causal, return_lse=return_lse)
-    arch = _arch_of(problem.device)
+    if problem.device.type == "cuda":
+        arch = arch_of_capability(torch.cuda.get_device_capability(problem.device))
+    elif problem.device.type == "cpu":
+        arch = DEFAULT_ARCH
+    else:
+        raise ValueError(f"q, k and v must be on a CUDA device or the CPU, got {problem.device}")
     rung, config = select(problem, arch, kernel, layout)
-    if problem.device.type == "cpu":
-        raise ValueError(f"q, k and v must be on a CUDA device, got {problem.device}")
     unaligned = any(stride % VECTOR for tensor in (q, k, v) for stride in tensor.stride()[:3])
     launch = None
     if q.numel() and problem.seqlen_k:
-        with torch.cuda.device(problem.device):
-            launch = get_compiled(problem.static, rung, config, arch)
+        if problem.device.type == "cpu":
+            launch = emulated_launch(problem.static, rung, config, arch)
+        else:
+            with torch.cuda.device(problem.device):
+                launch = get_compiled(problem.static, rung, config, arch)
     return _Plan(problem, launch, unaligned)
-
-
-def _arch_of(device: torch.device) -> str:
-    if device.type == "cuda":
-        return arch_of_capability(torch.cuda.get_device_capability(device))
-    if device.type == "cpu":
-        return EMULATED_ARCH
-    raise ValueError(f"q, k and v must be on a CUDA device, got {device}")
 
 
 def _align_rows(tensor: torch.Tensor) -> torch.Tensor:

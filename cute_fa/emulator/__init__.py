@@ -7,6 +7,7 @@ misses.
 """
 
 from cute_fa.emulator.forward import (
+    DEFAULT_ARCH,
     EmulatedForward,
     EmulationTooLongError,
     emulate_forward,
@@ -26,6 +27,7 @@ from cute_fa.emulator.report import (
 )
 
 __all__ = [
+    "DEFAULT_ARCH",
     "EmulatedForward",
     "EmulationError",
     "EmulationFault",

@@ -15,15 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cute_fa.emulator.floats import (
-    bf16_to_f32,
-    flush,
-    from_float,
-    pack_halves,
-    round_to_bf16,
-    to_float,
-    unpack_halves,
-)
+from cute_fa.emulator.floats import flush, from_float, pack_halves, round_to_bf16, to_float
 
 
 @dataclass(frozen=True)
@@ -443,5 +435,3 @@ _BUILDERS = {
     "rsqrt": _unary(lambda a: np.reciprocal(np.sqrt(a))), "tanh": _unary(np.tanh), "neg": _negate,
     "abs": _absolute, "cvt": _cvt, "mov": _mov, "cvta": lambda mods, n: Alu(lambda a: a, mods[-1:], mods[-1:]),
 }  # fmt: skip
-
-__all__ = ["Alu", "DTYPES", "alu", "bf16_to_f32", "fma", "pack", "unpack", "unpack_halves"]

@@ -24,11 +24,6 @@ def pack_halves(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return high.astype(np.uint32) << np.uint32(16) | low
 
 
-def unpack_halves(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """uint32 → (low, high) as uint16."""
-    return packed.astype(np.uint16), (packed >> np.uint32(16)).astype(np.uint16)
-
-
 def flush(values: np.ndarray) -> np.ndarray:
     """fp32 with denormals replaced by zeros of the same sign."""
     return np.where(np.abs(values) < _SMALLEST_NORMAL, np.copysign(np.float32(0), values), values)

@@ -91,9 +91,7 @@ def emulate_forward(
     lse = torch.empty(problem.batch, problem.num_heads, problem.seqlen_q)
     ptx = get_artifacts(problem.static, rung, config, arch).ptx
     scale = problem.softmax_scale(softmax_scale)
-    return EmulatedForward(
-        o, lse, run_forward(ptx, rung, config, q, k, v, o, lse, scale, causal=causal, check=check)
-    )
+    return EmulatedForward(o, lse, run_forward(ptx, rung, config, q, k, v, o, lse, scale, causal=causal, check=check))
 
 
 def run_forward(

@@ -96,9 +96,7 @@ class GlobalMemory:
                 misaligned &= chosen
             if misaligned.any():
                 what = f"global {verb} of {width} bytes at an unaligned address of {buffer.name!r}"
-                self.faults.record_lanes(
-                    "misaligned", what, "byte {value}", misaligned, offsets, instructions, frame
-                )
+                self.faults.record_lanes("misaligned", what, "byte {value}", misaligned, offsets, instructions, frame)
                 chosen = ~misaligned if chosen is None else chosen & ~misaligned
             if buffer is not None:
                 yield buffer, offsets, chosen

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from cute_fa.emulator.alu import DTYPES
-from cute_fa.emulator.parse import Imm, Kernel, Mem, Reg, Special, Symbol, Vec
-from cute_fa.emulator.registers import RegisterMap, guard_reader, immediate, reader, unsigned, writer
-from cute_fa.emulator.report import UnknownInstructionError
-from cute_fa.emulator.schedule import Node
+from cute_fa.emulator.parse import Imm, Kernel, Reg, Symbol, Vec
+from cute_fa.emulator.registers import RegisterMap, address_reader, guard_reader, immediate, reader, writer
+from cute_fa.emulator.report import EmulationError, UnknownInstructionError
+from cute_fa.emulator.schedule import Node, sync_indices
 
 _CACHE_HINTS = {
     "volatile", "relaxed", "acquire", "release", "weak", "cta", "gpu", "sys", "cluster", "nc", "ca", "cg", "cs", "lu",
@@ -37,30 +37,13 @@ def build(group: list[Node], rows: RegisterMap, kernel: Kernel):
     known = {"param", "global", "shared", "v2", "v4", *_CACHE_HINTS, *DTYPES}
     if parts[0] == "red":
         known |= {"add", "min", "max", "and", "or", "xor"}
-    if len(spaces) != 1 or not set(modifiers) <= known or first.guard is not None and spaces == ["param"]:
+    if len(spaces) != 1 or not set(modifiers) <= known or (first.guard is not None and spaces == ["param"]):
         raise UnknownInstructionError(f"{first}: {first.opcode!r} is not known to the emulator")
     if parts[0] == "red":
         return _red(group, rows, spaces[0])
     if spaces == ["param"]:
         return _ld_param(group, rows, kernel)
     return (_load if parts[0] == "ld" else _store)(group, rows, kernel, spaces[0])
-
-
-def address_reader(operands: list[Mem], rows: RegisterMap, kernel: Kernel):
-    """A function of a frame: int64 addresses (instructions, threads)."""
-    offsets = np.array([[o.offset] for o in operands], np.int64)
-    first = operands[0].base
-    if isinstance(first, Reg):
-        base = reader([o.base for o in operands], "u32" if first.bits == 32 else "u64", rows, kernel, None)
-        return lambda frame: base(frame).astype(np.int64) + offsets
-    if isinstance(first, Symbol):
-        missing = [o.base.name for o in operands if o.base.name not in kernel.shared]
-        if missing:
-            raise UnknownInstructionError(f"the address of {missing[0]!r} is no shared-memory variable's")
-        offsets = offsets + np.array([[kernel.shared[o.base.name]] for o in operands])
-    elif isinstance(first, Imm):
-        offsets = offsets + np.array([[o.base.value] for o in operands])
-    return lambda frame: np.broadcast_to(offsets, (len(offsets), frame.n))
 
 
 def _vector(instruction, operand) -> tuple[str, int]:
@@ -186,17 +169,14 @@ def _red(group, rows, space):
         active = None if guard is None else np.broadcast_to(guard(frame), at.shape)
         operands = np.broadcast_to(values(frame), at.shape)
         width, memory = dtype.itemsize, frame.run.global_memory
-        unique, inverse = np.unique(at if active is None else at[active], return_inverse=True)
-        memory.load(at, width, active, instructions, frame)  # reports what lies out of bounds
         for buffer, offsets, chosen in memory.resolve(at, width, active, "reduction", instructions, frame):
+            units = buffer.units(width)
+            if units is None:
+                raise EmulationError(f"{first}: reductions into {buffer.name!r}, whose elements lie unaligned")
             selected = slice(None) if chosen is None else chosen
-            function.at(buffer.units(width).view(dtype), offsets[selected] // width, operands[selected])
+            function.at(units.view(dtype), offsets[selected] // width, operands[selected])
 
     return step
-
-
-def sync_indices(group: list[Node]) -> np.ndarray:
-    return np.array([[node.sync_index] for node in group])
 
 
 def _cp_async(group, rows, kernel):
@@ -266,6 +246,3 @@ def _cp_async_control(group):
     if name == "wait_all":
         return lambda frame: (frame.run.commit(frame), frame.run.wait(0, index, first, frame))
     return lambda frame: frame.run.wait(keep, index, first, frame)
-
-
-__all__ = ["Special", "address_reader", "build", "sync_indices", "unsigned"]

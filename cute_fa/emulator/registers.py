@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cute_fa.emulator.alu import DTYPES
-from cute_fa.emulator.parse import Imm, Instruction, Kernel, Not, Reg, Special, Symbol
+from cute_fa.emulator.parse import Imm, Instruction, Kernel, Mem, Not, Reg, Special, Symbol
 from cute_fa.emulator.report import UnknownInstructionError
 
 ROW_DTYPES = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
@@ -109,8 +109,6 @@ def writer(destinations: list[Reg], registers: RegisterMap) -> Callable:
     """A function (frame, values, mask) that writes (instructions, threads); a mask leaves the others alone."""
     bits = destinations[0].bits
     rows = registers.rows(destinations)
-    if isinstance(rows, slice) and rows.stop - rows.start < len(destinations):
-        rows = np.full(len(destinations), rows.start)
 
     def write(frame, values, mask=None):
         target = frame.registers[bits]
@@ -131,3 +129,20 @@ def guard_reader(instructions: list[Instruction], registers: RegisterMap) -> Cal
         return None
     positive = _register_reader([i.guard for i in instructions], np.dtype(bool), registers)
     return (lambda frame: ~positive(frame)) if instructions[0].guard_negated else positive
+
+
+def address_reader(operands: list[Mem], rows: RegisterMap, kernel: Kernel):
+    """A function of a frame: int64 addresses (instructions, threads)."""
+    offsets = np.array([[o.offset] for o in operands], np.int64)
+    first = operands[0].base
+    if isinstance(first, Reg):
+        base = reader([o.base for o in operands], "u32" if first.bits == 32 else "u64", rows, kernel, None)
+        return lambda frame: base(frame).astype(np.int64) + offsets
+    if isinstance(first, Symbol):
+        missing = [o.base.name for o in operands if o.base.name not in kernel.shared]
+        if missing:
+            raise UnknownInstructionError(f"the address of {missing[0]!r} is no shared-memory variable's")
+        offsets = offsets + np.array([[kernel.shared[o.base.name]] for o in operands])
+    elif isinstance(first, Imm):
+        offsets = offsets + np.array([[o.base.value] for o in operands])
+    return lambda frame: np.broadcast_to(offsets, (len(offsets), frame.n))

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from cute_fa.emulator.parse import Imm, Instruction, Kernel, Mem, Not, Reg, Special, Symbol, Vec
 from cute_fa.emulator.report import UnknownInstructionError
 
@@ -80,6 +82,11 @@ def split_blocks(kernel: Kernel) -> list[Block]:
         ends = last.parts[0] in TERMINATORS or is_barrier(last)
         blocks.append(_schedule_block(start, body[:-1] if ends else body, last if ends else None, uses))
     return blocks
+
+
+def sync_indices(group: list[Node]) -> np.ndarray:
+    """How many .sync instructions of the block each node of a group comes after, (nodes, 1)."""
+    return np.array([[node.sync_index] for node in group])
 
 
 def registers(operand) -> list[Reg]:

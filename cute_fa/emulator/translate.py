@@ -9,11 +9,11 @@ from functools import lru_cache
 import numpy as np
 
 from cute_fa.emulator import memory_steps, warp_steps
-from cute_fa.emulator.alu import DTYPES, Alu, alu, pack, unpack
+from cute_fa.emulator.alu import Alu, alu, pack, unpack
 from cute_fa.emulator.parse import Instruction, Kernel, Mem, Reg, Vec, parse
 from cute_fa.emulator.registers import RegisterMap, guard_reader, reader, writer
 from cute_fa.emulator.report import UnknownInstructionError
-from cute_fa.emulator.schedule import Node, is_barrier, registers, split_blocks
+from cute_fa.emulator.schedule import Node, is_barrier, split_blocks
 
 _NOTHING = {"prefetch", "fence", "membar", "griddepcontrol", "nanosleep", "setmaxnreg", "pmevent"}
 _MEMORY = {"ld", "st", "red", "cp"}
@@ -171,6 +171,3 @@ def _destination_columns(instructions, function) -> list[list[Reg] | None]:
         return [[i.operands[0] for i in instructions]]
     items = list(zip(*(i.operands[0].items for i in instructions), strict=True))
     return [list(column) if column[0] is not None else None for column in items]
-
-
-__all__ = ["DTYPES", "Program", "TranslatedBlock", "registers", "translate"]

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cute_fa.emulator.parse import Imm, Kernel, Mem, Reg, Vec
-from cute_fa.emulator.registers import RegisterMap, guard_reader, reader, writer
+from cute_fa.emulator.parse import Imm, Kernel, Reg, Vec
+from cute_fa.emulator.registers import RegisterMap, address_reader, reader, writer
 from cute_fa.emulator.report import EmulationError, UnknownInstructionError
-from cute_fa.emulator.schedule import Node, registers
+from cute_fa.emulator.schedule import Node, registers, sync_indices
 
 WARP = 32
 
@@ -129,8 +129,6 @@ def _half_to_float(halves):
 
 
 def _matrix(group, rows, kernel):
-    from cute_fa.emulator.memory_steps import address_reader, sync_indices
-
     instructions = [node.instructions[0] for node in group]
     first = instructions[0]
     loads = first.parts[0] == "ldmatrix"
@@ -139,14 +137,11 @@ def _matrix(group, rows, kernel):
     if count is None or not set(first.parts[1:]) <= known:
         raise UnknownInstructionError(f"{first}: {first.opcode!r} is not known to the emulator")
     trans = "trans" in first.parts
-    vector, memory = first.operands if loads else first.operands[::-1]
-    if not isinstance(memory, Mem):
-        raise UnknownInstructionError(f"{first}: cannot read its operands")
-    position = (0, 1) if loads else (1, 0)
-    vectors = [registers(i.operands[position[0]]) for i in instructions]
+    vector, memory = (0, 1) if loads else (1, 0)
+    vectors = [registers(i.operands[vector]) for i in instructions]
     if any(len(v) != count for v in vectors):
         raise UnknownInstructionError(f"{first}: {count} matrices need {count} registers")
-    addresses = address_reader([i.operands[position[1]] for i in instructions], rows, kernel)
+    addresses = address_reader([i.operands[memory] for i in instructions], rows, kernel)
     moments = sync_indices(group)
     where = rows.rows([r for v in vectors for r in v])
     path = first.parts[0] + (".trans" if trans and loads else "")
@@ -208,9 +203,7 @@ def _shuffle(group, rows, kernel):
     destinations = [i.operands[0].items if isinstance(i.operands[0], Vec) else (i.operands[0],) for i in instructions]
     write = writer([d[0] for d in destinations], rows)
     write_valid = writer([d[1] for d in destinations], rows) if len(destinations[0]) > 1 else None
-    value, b, c = (
-        reader([i.operands[k] for i in instructions], "b32", rows, kernel, first) for k in (1, 2, 3)
-    )
+    value, b, c = (reader([i.operands[k] for i in instructions], "b32", rows, kernel, first) for k in (1, 2, 3))
 
     def step(frame):
         require_whole_warps(frame, first)
@@ -283,6 +276,3 @@ def _vote(group, rows, kernel):
         write(frame, np.repeat(result, WARP, axis=1))
 
     return step
-
-
-__all__ = ["build", "guard_reader", "mma", "require_whole_warps", "shuffle_source"]

@@ -1,0 +1,132 @@
+"""The problems that are timed, and the options that choose them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+
+import torch
+
+from cute_fa.problem import HEAD_DIMS, AttentionProblem, StaticProblem
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TOKENS = 16384  # B * S of the default set
+MODEL_DIM = 2048  # H * D of the default set
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem: q (B, S_q, H, D), k and v (B, S_k, H_kv, D)."""
+
+    dtype: str
+    B: int
+    S_q: int
+    S_k: int
+    H: int
+    H_kv: int
+    D: int
+    causal: bool
+
+    @property
+    def static(self) -> StaticProblem:
+        """What a kernel is compiled for."""
+        return StaticProblem(DTYPES[self.dtype], self.D, self.causal, False)
+
+    def problem(self, device: torch.device) -> AttentionProblem:
+        """The problem as ``cute_fa`` describes it."""
+        dtype = DTYPES[self.dtype]
+        return AttentionProblem(
+            self.B, self.S_q, self.S_k, self.H, self.H_kv, self.D, dtype, device, self.causal, False
+        )
+
+    def tensors(self, device: str | torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v, random normal: constant data would draw less power and run faster than real data."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(seqlen: int, heads: int) -> torch.Tensor:
+            shape = (self.B, seqlen, heads, self.D)
+            return torch.randn(shape, generator=generator, device=device, dtype=DTYPES[self.dtype])
+
+        return draw(self.S_q, self.H), draw(self.S_k, self.H_kv), draw(self.S_k, self.H_kv)
+
+    def as_record(self) -> dict:
+        """The fields under the names that results files use."""
+        return asdict(self)
+
+    def __str__(self):
+        seqlen = f"S={self.S_q}" if self.S_q == self.S_k else f"S_q={self.S_q} S_k={self.S_k}"
+        heads = f"H={self.H}" if self.H_kv == self.H else f"H={self.H} H_kv={self.H_kv}"
+        return f"{self.dtype} B={self.B} {seqlen} {heads} D={self.D} {'causal' if self.causal else 'full'}"
+
+
+def positive_int(text: str) -> int:
+    """An option's value as an int of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return value
+
+
+def seqlen_pair(text: str) -> tuple[int, int]:
+    """ "4096" -> (4096, 4096); "1x8192" -> (1, 8192): S_q queries over S_k keys."""
+    first, separator, second = text.partition("x")
+    seqlen_q = positive_int(first)
+    return seqlen_q, positive_int(second) if separator else seqlen_q
+
+
+def add_static_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that choose what kernels are compiled for."""
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of q, k, v and o (default: bf16)")
+    parser.add_argument(
+        "--head-dim", type=int, nargs="+", choices=HEAD_DIMS, default=[128], metavar="D", help="default: 128"
+    )
+    parser.add_argument(
+        "--causal", action=argparse.BooleanOptionalAction, default=None, help="only causal or only full; default: both"
+    )
+
+
+def add_case_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that choose the problems to time."""
+    add_static_arguments(parser)
+    parser.add_argument(
+        "--seqlen", type=seqlen_pair, nargs="+", metavar="S|S_qxS_k", help=f"default: {', '.join(map(str, SEQLENS))}"
+    )
+    parser.add_argument("--batch", type=positive_int, metavar="B", help=f"default: {TOKENS} / S_k, at least 1")
+    parser.add_argument("--heads", type=positive_int, metavar="H", help=f"default: {MODEL_DIM} / D")
+    parser.add_argument("--heads-kv", type=positive_int, metavar="H_kv", help="default: H")
+
+
+def causal_values(args: argparse.Namespace) -> tuple[bool, ...]:
+    """Both without an option."""
+    return (False, True) if args.causal is None else (args.causal,)
+
+
+def is_default_set(args: argparse.Namespace) -> bool:
+    """Whether only dtype and one head dimension were chosen."""
+    chosen = (args.seqlen, args.batch, args.heads, args.heads_kv, args.causal)
+    return len(args.head_dim) == 1 and all(option is None for option in chosen)
+
+
+def cases_from(args: argparse.Namespace) -> list[Case]:
+    """Every combination of the options, short sequences first.
+
+    Raises:
+        ValueError: H is not a multiple of H_kv.
+    """
+    cases = []
+    for head_dim in args.head_dim:
+        heads = args.heads or max(1, MODEL_DIM // head_dim)
+        heads_kv = args.heads_kv or heads
+        if heads % heads_kv:
+            raise ValueError(f"--heads must be a multiple of --heads-kv ({heads_kv}), got {heads}")
+        for seqlen_q, seqlen_k in args.seqlen or [(s, s) for s in SEQLENS]:
+            batch = args.batch or max(1, TOKENS // seqlen_k)
+            cases += [
+                Case(args.dtype, batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, causal)
+                for causal in causal_values(args)
+            ]
+    return cases

@@ -1,0 +1,94 @@
+"""Who takes part in a measurement: rungs of the ladder, with or without another layout."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+import cute_fa
+from cute_fa.arch import arch_of_capability, get_arch
+from cute_fa.config import KernelConfig
+from cute_fa.ladder import KERNELS, LADDER, Rung, resolve_layout
+from layouts import SmemLayout
+from perf.cases import Case
+
+
+class Unavailable(Exception):
+    """A contestant can't run a case; the text says why."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One entry of a timing table.
+
+    Args:
+        name: as results files call it.
+        kind: "rung" or "peer".
+        prepare: (case, q, k, v) -> a call without arguments that returns o; raises Unavailable.
+        rung, layout: of a rung, what it is and the layout that replaces its own (None: its own).
+    """
+
+    name: str
+    kind: str
+    prepare: Callable[[Case, torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], torch.Tensor]]
+    rung: Rung | None = None
+    layout: SmemLayout | None = None
+
+    @property
+    def label(self) -> str:
+        """The name, with the layout where it isn't the rung's own."""
+        return self.name if self.layout is None else f"{self.name}, {self.layout.name}"
+
+    @property
+    def config(self) -> KernelConfig:
+        """What a rung is compiled with here."""
+        return self.rung.config if self.layout is None else replace(self.rung.config, layout=self.layout)
+
+
+def rung_contestant(rung: Rung, layout: SmemLayout | None = None) -> Contestant:
+    """A rung through ``cute_fa.forward``, as users call it."""
+
+    def prepare(case: Case, q, k, v):
+        arch = arch_of_capability(torch.cuda.get_device_capability(q.device))
+        if get_arch(arch).capability < rung.min_arch:
+            raise Unavailable(f"needs compute capability {rung.min_arch[0]}.{rung.min_arch[1]}, this is {arch}")
+        call = functools.partial(cute_fa.forward, q, k, v, causal=case.causal, kernel=rung.name, layout=layout)
+        try:
+            call()
+        except ValueError as error:
+            raise Unavailable(str(error)) from error
+        return call
+
+    return Contestant(rung.name, "rung", prepare, rung, layout)
+
+
+def layout_argument(text: str) -> SmemLayout:
+    """A layout from the command line."""
+    try:
+        return resolve_layout(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_rung_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that choose rungs and layouts."""
+    parser.add_argument(
+        "--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), metavar="NAME", help=f"of {', '.join(KERNELS)}"
+    )
+    parser.add_argument(
+        "--layout", type=layout_argument, nargs="+", metavar="NAME", help="each kernel with these layouts, not its own"
+    )
+
+
+def rungs_from(args: argparse.Namespace) -> list[Contestant]:
+    """The chosen rungs in the ladder's order, each with every chosen layout."""
+    return [
+        rung_contestant(rung, layout)
+        for rung in LADDER
+        if rung.name in args.kernels
+        for layout in args.layout or [None]
+    ]

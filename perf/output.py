@@ -1,0 +1,83 @@
+"""Options and formats that all commands share: tables, JSON and CSV on standard output, results files."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+
+from tabulate import tabulate
+
+from perf.results import ROOT, write_results
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """--json, --csv and --output."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the results file instead of tables")
+    form.add_argument("--csv", action="store_true", help="print the records as CSV instead of tables")
+    parser.add_argument("--output", type=Path, metavar="PATH", help="write the results file here")
+
+
+def wants_tables(args: argparse.Namespace) -> bool:
+    """Whether standard output is for people."""
+    return not (args.json or args.csv)
+
+
+def emit(args: argparse.Namespace, document: dict, default_path: Path) -> None:
+    """Writes the results file, and its records to standard output where an option asks for it."""
+    path = args.output or default_path
+    write_results(path, document)
+    if args.json:
+        print(json.dumps(document, indent=1))
+    elif args.csv:
+        print(as_csv(document["records"]), end="")
+    resolved = path.resolve()
+    shown = resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else path
+    progress(f"results written to {shown}")
+
+
+def as_csv(records: list[dict]) -> str:
+    """Records as CSV; the columns are every key that occurs, nested ones joined by a dot."""
+    flat = [_flatten(record) for record in records]
+    columns = list(dict.fromkeys(key for record in flat for key in record))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def _flatten(record: dict) -> dict:
+    flat = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{inner}": entry for inner, entry in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def progress(text: str) -> None:
+    """A line on standard error, so that standard output holds results alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def markdown_table(headers: list[str], rows: list[list[str]], text_columns: int = 1) -> str:
+    """A GitHub table: the first columns, which are text, to the left, all others to the right."""
+    align = ["left"] * text_columns + ["right"] * (len(headers) - text_columns)
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=align)
+
+
+def plain_table(headers: list[str], rows: list[list[str]]) -> str:
+    """The same table for a terminal."""
+    align = ["left"] + ["right"] * (len(headers) - 1)
+    return tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=align)
+
+
+def cell(value: float | int | None, form: str = "") -> str:
+    """A number in a table; a dash where there is none."""
+    return "-" if value is None else format(value, form)

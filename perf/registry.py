@@ -1,0 +1,46 @@
+"""What ``python -m perf`` can do: one line a subcommand, one line a step of the evidence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_COMMAND = "time"
+
+# name -> module with add_arguments(parser) and main(args) -> int; its docstring's first line is the help.
+COMMANDS: dict[str, str] = {
+    "time": "perf.time_table",
+    "inspect": "perf.inspect_table",
+    "host": "perf.host",
+    "banks": "perf.bank_table",
+    "tests": "perf.test_report",
+    "all": "perf.evidence",
+    "tables": "perf.tables",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One part of the evidence that ``python -m perf all`` gathers.
+
+    Args:
+        what: the results file that it writes, without ``.json``.
+        argv: arguments of ``python -m perf``.
+        minutes: what it may take on a GPU machine; it is skipped when less is left.
+        needs_gpu: without a GPU it is skipped, and its results file is that of the GPU.
+    """
+
+    what: str
+    argv: tuple[str, ...]
+    minutes: float
+    needs_gpu: bool = True
+
+
+EVIDENCE: tuple[Step, ...] = (
+    Step("resources", ("inspect", "--head-dim", "64", "128"), 2, needs_gpu=False),
+    Step("timing_bf16", ("time", "--dtype", "bf16"), 2),
+    Step("timing_fp16", ("time", "--dtype", "fp16"), 2),
+    Step("timing_bf16_d64", ("time", "--dtype", "bf16", "--head-dim", "64"), 2),
+    Step("host", ("host",), 1.5),
+    Step("bank_table", ("banks",), 2),
+    Step("tests", ("tests",), 6),
+)

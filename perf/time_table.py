@@ -1,0 +1,171 @@
+"""Times the rungs and their peers, after checking their results, in one interleaved run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+import torch
+
+from cute_fa.arch import arch_of_capability
+from cute_fa.ladder import LADDER, select
+from cute_fa.reference import flops
+from perf import inspect_table, results
+from perf.cases import Case, add_case_arguments, cases_from, is_default_set, positive_int
+from perf.contestants import Contestant, Unavailable, add_rung_arguments, rungs_from
+from perf.correctness import ErrorCheck
+from perf.output import add_output_arguments, cell, emit, plain_table, progress, wants_tables
+from perf.peers import MATMUL_SIZE, PEERS, SDPA_FLASH, matmul_call
+from perf.resources import resources_of
+from perf.timing import time_interleaved
+
+CASE_BUDGET_S = 1.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``python -m perf``."""
+    add_case_arguments(parser)
+    add_rung_arguments(parser)
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=list(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}"
+    )
+    parser.add_argument("--cold-l2", action="store_true", help="empty L2 of the data before each timed call")
+    parser.add_argument("--repeats", type=positive_int, metavar="N", help="timed calls; default: by a time budget")
+    add_output_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Times the cases; without a CUDA device, inspects compiled kernels. 1 if a rung's error is too large."""
+    try:
+        cases = cases_from(args)
+    except ValueError as error:
+        progress(f"python -m perf: error: {error}")
+        return 2
+    if not torch.cuda.is_available():
+        return inspect_table.main(args)
+
+    ceiling = _ceiling_record(args)
+    records, failures = [ceiling], []
+    if wants_tables(args):
+        print(f"{results.device_name()}: {ceiling['name']} {ceiling['tflops']:.0f} TFLOP/s ({args.dtype})\n")
+    for index, case in enumerate(cases):
+        progress(f"[{index + 1}/{len(cases)}] {case}")
+        case_records = _time_case(case, args)
+        records += case_records
+        failures += [record for record in case_records if record["kind"] == "rung" and not record.get("correct", True)]
+        if wants_tables(args):
+            print(f"{case}\n{_table(case_records)}\n", flush=True)
+    emit(args, results.make_document(records, results.device_name(), not failures), _default_path(args))
+    for record in failures:
+        progress(
+            f"WRONG: {record['name']} ({record['layout']}), S_q={record['S_q']} S_k={record['S_k']} D={record['D']} "
+            f"causal={record['causal']}: error {record['error']:.3g}, allowed {record['error_allowed']:.3g}"
+        )
+    return 1 if failures else 0
+
+
+def _default_path(args):
+    """The evidence's file for the default set; all other choices share one, so that they don't replace it."""
+    rungs_are_default = args.layout is None and len(args.kernels) == len(LADDER) and len(args.peers) == len(PEERS)
+    what = "custom"
+    if is_default_set(args) and rungs_are_default and not args.cold_l2 and args.repeats is None:
+        head_dim = args.head_dim[0]
+        what = f"timing_{args.dtype}" + (f"_d{head_dim}" if head_dim != 128 else "")
+    return results.results_path(results.device_name(), what)
+
+
+def _ceiling_record(args) -> dict:
+    name = f"matmul_{MATMUL_SIZE}"
+    call, operations = matmul_call(args.dtype, torch.device("cuda", torch.cuda.current_device()))
+    timing = time_interleaved({name: call}, budget_s=0.5)[name]
+    tflops = operations / timing.ms / 1e9
+    return {"name": name, "kind": "ceiling", "dtype": args.dtype, **asdict(timing), "tflops": tflops}
+
+
+def _time_case(case: Case, args) -> list[dict]:
+    """Checks every contestant, then times all that can run; one record each, in the table's order."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    q, k, v = case.tensors(device)
+    check = ErrorCheck.of(case, q, k, v)
+    contestants = [*rungs_from(args), *(PEERS[name] for name in PEERS if name in args.peers)]
+    calls, reasons, errors = {}, {}, {}
+    for contestant in contestants:
+        try:
+            calls[contestant.label] = contestant.prepare(case, q, k, v)
+        except Unavailable as reason:
+            reasons[contestant.label] = str(reason)
+        else:
+            errors[contestant.label] = check.error(calls[contestant.label]())
+    allowed = check.allowed(_flash_error(case, q, k, v, check, errors))
+    timings = time_interleaved(calls, budget_s=CASE_BUDGET_S, repeats=args.repeats, cold_l2=args.cold_l2)
+
+    operations = flops(case.problem(device))
+    records = []
+    for contestant in contestants:
+        record = {"name": contestant.name, "kind": contestant.kind, **case.as_record()}
+        if contestant.kind == "rung":
+            record |= _rung_fields(contestant, case, device)
+        if contestant.label in reasons:
+            record["reason"] = reasons[contestant.label]
+        else:
+            timing, error = timings[contestant.label], errors[contestant.label]
+            record |= {**asdict(timing), "tflops": operations / timing.ms / 1e9, "cold_l2": args.cold_l2}
+            record |= {"error": error, "error_allowed": allowed, "correct": error <= allowed}
+        records.append(record)
+    return records
+
+
+def _flash_error(case, q, k, v, check: ErrorCheck, errors: dict[str, float]) -> float | None:
+    """SDPA flash's error, whether or not it takes part; None where it can't run."""
+    if SDPA_FLASH.name not in errors:
+        try:
+            return check.error(SDPA_FLASH.prepare(case, q, k, v)())
+        except Unavailable:
+            return None
+    return errors[SDPA_FLASH.name]
+
+
+def _rung_fields(contestant: Contestant, case: Case, device: torch.device) -> dict:
+    arch = arch_of_capability(torch.cuda.get_device_capability(device))
+    chosen, _ = select(case.problem(device), arch)
+    fields = {
+        "layout": contestant.config.layout.name,
+        "config": str(contestant.config),
+        "auto": contestant.layout is None and contestant.rung.name == chosen.name,
+    }
+    try:
+        return fields | resources_of(case.static, contestant.rung, contestant.config, arch).as_record()
+    except ValueError:
+        return fields  # it can't be built; the attempt to call it has recorded why
+
+
+def _table(records: list[dict]) -> str:
+    """One case for people: ratios to the first rung and to SDPA flash, errors, resources."""
+    tflops = {record["name"]: record.get("tflops") for record in reversed(records)}
+    flash = next((record.get("error") for record in records if record["name"] == SDPA_FLASH.name), None)
+
+    def ratio(record, base):
+        return record["tflops"] / base if base else None
+
+    rows, notes = [], []
+    for record in records:
+        label = record["name"] if record["kind"] == "peer" else f"{record['name']} {record['layout']}"
+        if "reason" in record:
+            notes.append(f"{label} not run: {record['reason']}")
+            continue
+        occupancy = record.get("occupancy")
+        rows.append([
+            label,
+            cell(record["tflops"], ".1f"),
+            cell(ratio(record, tflops.get(LADDER[0].name)), ".2f"),
+            cell(ratio(record, tflops.get(SDPA_FLASH.name)), ".2f"),
+            cell(record["error"], ".1e") + ("" if record["correct"] else " !"),
+            cell(flash, ".1e"),
+            cell(record.get("registers")),
+            cell(record.get("smem_bytes")),
+            cell(record.get("stack_bytes")),
+            cell(occupancy, ".0%"),
+        ])  # fmt: skip
+    headers = ["", "TFLOP/s", f"/ {LADDER[0].name}", "/ SDPA flash", "error", "SDPA's", "registers"]
+    headers += ["smem B", "spill B", "occupancy"]
+    return "\n".join([plain_table(headers, rows), *notes])

@@ -1,0 +1,71 @@
+"""Device time of calls, by CUDA events, interleaved so that the calls of one run share the card's state."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+WARM_UP_CALLS = 3
+MIN_ROUNDS, MAX_ROUNDS = 10, 200
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: median and quartiles over ``samples`` calls."""
+
+    ms: float
+    ms_q1: float
+    ms_q3: float
+    samples: int
+
+
+def time_interleaved(
+    calls: dict[str, Callable[[], object]], *, budget_s: float, repeats: int | None = None, cold_l2: bool = False
+) -> dict[str, Timing]:
+    """Times every call round robin on the current device and stream.
+
+    Before each timed call comes either an untimed one (L2 holds what that call leaves there) or, with
+    ``cold_l2``, a write to a buffer larger than L2. Both also keep the device busy while the timed call
+    is being launched, so that its launch isn't part of its time.
+
+    Args:
+        calls: the contestants by name.
+        budget_s: seconds of device time that choose the number of rounds, within 10 and 200.
+        repeats: the number of rounds instead.
+        cold_l2: empty L2 of the call's data before each timed call.
+    """
+    flush = None
+    if cold_l2:
+        l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        flush = torch.empty(4 * l2_bytes, dtype=torch.int8, device="cuda").zero_
+    for call in calls.values():
+        for _ in range(WARM_UP_CALLS):
+            call()
+    round_ms = sum(sum(_round(calls, flush).values()) for _ in range(2)) / 2
+    if repeats is None:
+        # The call before each timed one takes about as long again.
+        repeats = int(min(MAX_ROUNDS, max(MIN_ROUNDS, 1e3 * budget_s / (2 * max(round_ms, 1e-3)))))
+    rounds = [_round(calls, flush) for _ in range(repeats)]
+    return {name: _summary([times[name] for times in rounds]) for name in calls}
+
+
+def _round(calls, flush) -> dict[str, float]:
+    events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in calls}
+    for name, call in calls.items():
+        (flush or call)()
+        start, end = events[name]
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return {name: start.elapsed_time(end) for name, (start, end) in events.items()}
+
+
+def _summary(samples: list[float]) -> Timing:
+    if len(samples) == 1:
+        return Timing(samples[0], samples[0], samples[0], 1)
+    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(median, q1, q3, len(samples))

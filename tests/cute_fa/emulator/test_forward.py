@@ -1,0 +1,193 @@
+"""The compiled rungs, executed on the CPU: right numbers, no faults, and the bank conflicts they should have."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from cute_fa.compiled import get_artifacts
+from cute_fa.emulator import (
+    EmulationError,
+    EmulationTooLongError,
+    TensorArg,
+    emulate,
+    emulate_forward,
+    emulated_launch,
+    estimate_seconds,
+)
+from cute_fa.ladder import KERNELS
+from cute_fa.problem import StaticProblem
+from layouts import CATALOG, COLS, SmemLayout, Swizzle
+from tests.cases import Case, assert_close
+
+HALF, BF16 = torch.float16, torch.bfloat16
+
+CASES = [
+    *(Case(s, s, head_dim, causal, BF16) for head_dim, causal in ((64, True), (128, False))
+      for s in (1, 7, 63, 64, 65, 127, 129)),
+    *(Case(129, 129, head_dim, causal, dtype) for head_dim in (64, 128) for causal in (False, True)
+      for dtype in (HALF, BF16)),
+    *(Case(s_q, s_k, 64, causal) for causal in (False, True)
+      for s_q, s_k in ((1, 200), (7, 130), (63, 65), (65, 63), (127, 7), (129, 1), (200, 65))),
+    *(Case(65, 100, head_dim, True, batch=2, num_heads=heads, num_heads_kv=heads_kv)
+      for head_dim, heads, heads_kv in ((64, 4, 1), (128, 6, 3))),
+    *(Case(70, 70, 64, True, softmax_scale=scale) for scale in (1.0, 0.01)),
+    *(Case(100, 100, 64, True, dtype, magnitude=30.0) for dtype in (HALF, BF16)),
+]  # fmt: skip
+
+
+def emulated(case: Case, q, k, v, **options):
+    result = emulate_forward(q, k, v, causal=case.causal, softmax_scale=case.softmax_scale, **options)
+    result.report.raise_for_faults()
+    return result
+
+
+@pytest.mark.parametrize("case", dict.fromkeys(CASES), ids=str)
+def test_matches_reference(case, generator):
+    q, k, v = case.tensors("cpu", generator)
+    results = [emulated(case, q, k, v, kernel=kernel) for kernel in KERNELS]
+    for result in results:
+        assert_close(case, q, k, v, result.o, result.lse)
+        assert torch.equal(result.o, results[0].o) and torch.equal(result.lse, results[0].lse)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_other_architectures(arch, generator):
+    case = Case(129, 150, 64, causal=True)
+    q, k, v = case.tensors("cpu", generator)
+    result = emulated(case, q, k, v, arch=arch)
+    assert_close(case, q, k, v, result.o, result.lse)
+
+
+def test_strided_views(generator):
+    case = Case(100, 100, 64, causal=True, batch=2, num_heads=4, num_heads_kv=4)
+    qkv = torch.randn(2, 100, 3, 8, 64, generator=generator).to(case.dtype)
+    q, k, v = (qkv[:, :, i, 2:6] for i in range(3))
+    result = emulated(case, q, k, v)
+    assert_close(case, q, k, v, result.o, result.lse)
+    permuted = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    assert torch.equal(emulated(case, *permuted).o, result.o)
+    shared_kv = k[:1, :, :1].expand(2, 100, 4, 64)
+    result = emulated(case, q, shared_kv, shared_kv)
+    assert_close(case, q, shared_kv, shared_kv, result.o, result.lse)
+
+
+def test_rows_that_see_no_key_give_zero(generator):
+    case = Case(200, 60, 128, causal=True)
+    q, k, v = case.tensors("cpu", generator)
+    result = emulated(case, q, k, v)
+    assert not result.o[:, :140].any() and (result.lse[:, :, :140] == -torch.inf).all()
+    assert result.o[:, 140:].any() and result.lse[:, :, 140:].isfinite().all()
+
+
+def test_nan_behind_the_last_key_does_not_enter(generator):
+    case = Case(65, 70, 64)
+    storage = [torch.full((1, 128, 2, 64), torch.nan, dtype=case.dtype) for _ in range(3)]
+    tensors = [
+        whole[:, :s].copy_(values) for whole, values, s in zip(storage, case.tensors("cpu", generator), (65, 70, 70), strict=True)
+    ]
+    result = emulated(case, *tensors)
+    assert_close(case, *tensors, result.o, result.lse)
+
+
+def test_without_lse(generator):
+    case = Case(65, 70, 64)
+    q, k, v = case.tensors("cpu", generator)
+    rung = KERNELS["kernel2"]
+    o = torch.empty_like(q)
+    static = StaticProblem(case.dtype, case.head_dim, case.causal, return_lse=False)
+    report = emulated_launch(static, rung, rung.config)(q, k, v, o, None, 64**-0.5)
+    assert torch.equal(o, emulated(case, q, k, v, kernel="kernel2").o)
+    assert report.num_ctas == 4
+
+
+# --- wavefronts --------------------------------------------------------------------------------------------
+
+SWIZZLE_ON_ROWS = SmemLayout("SWIZZLE_333_ON_ROWS", (8, COLS), (COLS, 1), Swizzle(3, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("layout", "head_dim", "ldmatrix", "store"),
+    [
+        (CATALOG["PLAIN"], 64, 8, 8),
+        (CATALOG["PLAIN"], 128, 8, 8),
+        (CATALOG["SWIZZLE_333"], 64, 1, 1),
+        (CATALOG["SWIZZLE_333"], 128, 1, 1),
+        (CATALOG["PADDED_8"], 64, 1, 1),
+        (CATALOG["PADDED_8"], 128, 1, 1),
+        (SWIZZLE_ON_ROWS, 64, 1, 1),
+        (SWIZZLE_ON_ROWS, 128, 2, 2),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_conflicts_of_layouts(layout, head_dim, ldmatrix, store, generator):
+    case = Case(100, 130, head_dim, causal=True)
+    report = emulated(case, *case.tensors("cpu", generator), layout=layout, kernel="kernel1").report
+    ways = {path: actual / ideal for path, (ideal, actual) in report.by_path().items()}
+    assert ways["ldmatrix"] == ways["ldmatrix.trans"] == ldmatrix
+    assert ways["st.shared"] == store
+    assert ways["cp.async"] == ways["ld.shared"] == 1
+
+
+def test_ideal_wavefronts_follow_from_the_tiles(generator):
+    """Two tiles of queries, three of keys, two heads; 64x64 tiles, 4 warps, 16 bytes a lane."""
+    case = Case(128, 192, 128)
+    report = emulated(case, *case.tensors("cpu", generator), kernel="kernel2").report
+    ctas, tiles = 2 * 2, 3
+    vectors = 64 * 128 * 2 // 128  # wavefronts of 128 bytes in a tile
+    q_ldmatrix, k_ldmatrix, v_ldmatrix = vectors, 4 * vectors, 4 * vectors  # every warp reads all of K and V
+    assert report.by_path() == {
+        "cp.async": (ctas * (1 + 2 * tiles) * vectors,) * 2,
+        "ldmatrix": (ctas * tiles * (q_ldmatrix + k_ldmatrix),) * 2,
+        "ldmatrix.trans": (ctas * tiles * v_ldmatrix,) * 2,
+        "ld.shared": (ctas * vectors,) * 2,
+        "st.shared": (ctas * vectors,) * 2,
+    }
+    sources = {entry.source.split(":")[0] for entry in report.wavefronts}
+    assert sources <= {"copies.py", "mma.py", "sm80_serial.py", "softmax.py"} and sources
+
+
+# --- limits ------------------------------------------------------------------------------------------------
+
+
+def test_work_of_hours_is_refused_with_an_estimate():
+    q = torch.zeros(1, 1, 1, 64, dtype=BF16).expand(64, 100_000, 64, 64)
+    with pytest.raises(EmulationTooLongError, match=r"would take about [\d.]+ h on the CPU; the limit is 60 min"):
+        emulate_forward(q, q, q)
+
+
+def test_estimate_grows_with_the_work():
+    config = KERNELS["kernel1"].config
+    short = estimate_seconds(config, (1, 256, 2, 64), 256, causal=False)
+    assert 0.005 < short < 3
+    assert estimate_seconds(config, (1, 256, 2, 64), 2560, causal=False) > 5 * short
+    assert estimate_seconds(config, (1, 256, 2, 64), 256, causal=True) < short
+
+
+def test_progress_and_time(generator):
+    case = Case(256, 256, 64)
+    q, k, v = case.tensors("cpu", generator)
+    emulated(case, q, k, v)
+    start = time.perf_counter()
+    report = emulated(case, q, k, v).report
+    assert time.perf_counter() - start < 20
+    assert report.num_ctas == 8 and report.translation_seconds < report.seconds < 20
+    calls = []
+    rung = KERNELS["kernel2"]
+    ptx = get_artifacts(StaticProblem(case.dtype, 64, False, True), rung, rung.config, "sm_80").ptx
+    empty = [TensorArg("t", np.zeros((0, 0, 0, 64), np.int16), (0, 1, 2), (0, 1, 2))] * 4
+    lse = TensorArg("lse", np.zeros((0, 0, 0), np.float32), (0, 1, 2), (0, 1))
+    size = rung.kernel.smem_bytes(64, rung.config)
+    emulate(ptx, (0, 1, 1), (128, 1, 1), [*empty, lse, np.float32(1)], size, progress=lambda *call: calls.append(call))
+    assert not calls
+
+
+def test_tensors_whose_dynamic_modes_do_not_match_the_kernel():
+    rung = KERNELS["kernel2"]
+    ptx = get_artifacts(StaticProblem(BF16, 64, False, False), rung, rung.config, "sm_80").ptx
+    tensor = TensorArg("q", np.zeros((1, 1, 1, 64), np.int16), (0, 1, 2, 3), (0, 1, 2, 3))
+    with pytest.raises(EmulationError, match=r"argument 0 \(q\) takes 56 bytes, but the kernel's parameter has 48"):
+        emulate(ptx, (1, 1, 1), (128, 1, 1), [tensor] * 4 + [np.float32(1)], 49152)
