@@ -13,9 +13,11 @@ import re
 import cutlass
 import cutlass.cute as cute
 import numpy as np
+import torch
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cute_fa.arch import arch_of_capability
 from layouts.access import WARP_LANES, Path
 from perf.bank_table import PROBES, Probe, kernel_name
 
@@ -132,10 +134,8 @@ def address_table(probe: Probe) -> np.ndarray:
 
 def main() -> None:
     """Launches every probe once, in the order of ``PROBES``."""
-    import torch
-
-    major, minor = torch.cuda.get_device_capability()
-    options = f"--gpu-arch sm_{major}{minor}{'a' if major >= 9 else ''} --enable-tvm-ffi"
+    arch = arch_of_capability(torch.cuda.get_device_capability())
+    options = f"--gpu-arch {arch} --enable-tvm-ffi"
     kernels = {}
     for probe in PROBES:
         table = torch.from_numpy(address_table(probe)).cuda()

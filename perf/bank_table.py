@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import datetime
 import glob
-import importlib.metadata
 import json
 import re
 import shutil
@@ -20,16 +18,17 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path as FilePath
 
 import numpy as np
+import torch
 
 from layouts import CATALOG, SmemLayout
 from layouts.access import WARP_LANES, Path, array_paths, broadcast, by_column, by_row, kernel_paths, ldmatrix
 from layouts.banks import BankReport, report
 from layouts.toys import TOYS
+from perf import results
+from perf.output import add_output_arguments, as_csv, emit, plain_table, progress, wants_tables
 
-RESULTS = FilePath(__file__).parent / "results"
 _WAVEFRONTS = "sm__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 _CONFLICTS = "sm__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
 # ncu has no counter of its own for the conflicts of ld and st: they are the wavefronts less the ideal.
@@ -165,7 +164,7 @@ def measure(ncu: str) -> list[dict[str, int]]:
     metrics = [_WAVEFRONTS.format(op) for op in _OPS] + [_CONFLICTS.format(op) for op in _OPS_WITH_CONFLICTS]
     command = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name", "regex:^bank_"]
     command += ["--metrics", ",".join(metrics), sys.executable, "-m", "perf.bank_kernels"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=FilePath(__file__).parent.parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=results.ROOT)
     rows = parse_ncu(done.stdout)
     expected = [kernel_name(probe.path.instruction) for probe in PROBES]
     seen = [re.sub(r"_\d+$", "", row["Kernel Name"].partition("(")[0]) for row in rows]
@@ -192,52 +191,30 @@ def agrees(record: dict) -> bool:
     )
 
 
-def _write(rows: list[dict]) -> FilePath:
-    """Writes the results file of this device."""
-    import torch
-
-    device = torch.cuda.get_device_name()
-    folder = RESULTS / re.sub(r"\W+", "_", device.lower())
-    folder.mkdir(parents=True, exist_ok=True)
-    git = ["git", "-C", str(FilePath(__file__).parent), "rev-parse", "HEAD"]
-    content = {
-        "command": "python -m perf banks",
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": device,
-        "versions": {
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "cutlass_dsl": importlib.metadata.version("nvidia-cutlass-dsl"),
-        },
-        "records": rows,
-    }
-    file = folder / "bank_table.json"
-    file.write_text(json.dumps(content, indent=1) + "\n")
-    return file
-
-
-def _print_table(rows: list[dict]) -> None:
-    width = max(len(row["name"]) for row in rows)
-    print(f"{'layout: path':{width}}  ways  predicted  measured  conflicts predicted / measured")
-    for row in rows:
-        measured = row.get("measured", "-")
-        conflicts = ""
-        if "conflict_counter" in row:
-            conflicts = f"{row['predicted_conflicts']} / {row.get('measured_conflicts', '-')}"
-        differs = "  DIFFERS" if "measured" in row and not agrees(row) else ""
-        print(f"{row['name']:{width}}  {row['ways']:4}  {row['predicted']:9}  {measured:>8}  {conflicts}{differs}")
+def _table(rows: list[dict]) -> str:
+    headers = ["layout, tile: path", "ways", "predicted", "measured", "conflicts predicted", "measured", ""]
+    lines = [
+        [
+            row["name"],
+            row["ways"],
+            row["predicted"],
+            row.get("measured", "-"),
+            row.get("predicted_conflicts", ""),
+            row.get("measured_conflicts", "-") if "conflict_counter" in row else "",
+            "DIFFERS" if "measured" in row and not agrees(row) else "",
+        ]
+        for row in rows
+    ]
+    return plain_table(headers, lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``python -m perf banks``."""
-    parser.add_argument("--json", action="store_true", help="print the records instead of a table")
+    """Options of ``python -m perf banks``."""
+    add_output_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Predicts and, where a GPU and ncu are, measures; 1 if a measurement differs from its prediction."""
-    import torch
-
+    """Predicts and, where a GPU and ncu are, measures; 1 if a measurement fails or differs from its prediction."""
     ncu = find_ncu()
     counters, missing = None, ""
     if not torch.cuda.is_available():
@@ -245,15 +222,21 @@ def main(args: argparse.Namespace) -> int:
     elif ncu is None:
         missing = "ncu was not found on the PATH, under /usr/local/cuda* or under /opt/nvidia/nsight-compute"
     else:
-        counters = measure(ncu)
+        try:
+            counters = measure(ncu)
+        except RuntimeError as error:
+            progress(f"python -m perf banks: error: {error}")
+            return 1
     rows = records(counters)
-    if args.json:
-        print(json.dumps(rows, indent=1))
-    else:
-        _print_table(rows)
+    if wants_tables(args):
+        print(_table(rows))
     if missing:
-        print(f"Predictions only; none of these {len(rows)} accesses was measured: {missing}.", file=sys.stderr)
+        if not wants_tables(args):
+            print(as_csv(rows) if args.csv else json.dumps(rows, indent=1))
+        progress(f"Predictions only; none of these {len(rows)} accesses was measured: {missing}.")
         return 0
     different = sum(not agrees(row) for row in rows)
-    print(f"{len(rows) - different} of {len(rows)} equal; written to {_write(rows)}", file=sys.stderr)
+    device = results.device_name()
+    emit(args, results.make_document(rows, device, not different), results.results_path(device, "bank_table"))
+    progress(f"{len(rows) - different} of {len(rows)} equal their prediction")
     return int(different > 0)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from cute_fa.emulator import TensorArg, emulate
-from perf import bank_table
+from perf import bank_table, results
 from perf.bank_kernels import SMEM_BYTES, address_table, compile_probe, probe_asm
 from perf.bank_table import PROBES, agrees, kernel_name, parse_ncu, prediction, records
 
-RESULT_FILES = sorted(bank_table.RESULTS.glob("*/bank_table.json"))
+RESULT_FILES = sorted(results.RESULTS.glob("*/bank_table.json"))
 
 
 def test_the_table_covers_every_path_width_and_layout():
