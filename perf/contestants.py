@@ -12,8 +12,9 @@ import torch
 import cute_fa
 from cute_fa.arch import arch_of_capability, get_arch
 from cute_fa.config import KernelConfig
-from cute_fa.ladder import KERNELS, LADDER, Rung, resolve_layout
+from cute_fa.ladder import KERNELS, LADDER, Rung
 from layouts import SmemLayout
+from layouts.parse import find_layout
 from perf.cases import Case
 
 
@@ -67,11 +68,14 @@ def rung_contestant(rung: Rung, layout: SmemLayout | None = None) -> Contestant:
 
 
 def layout_argument(text: str) -> SmemLayout:
-    """A layout from the command line."""
+    """A layout from the command line: a name of the catalog, an expression, or a file that defines one."""
     try:
-        return resolve_layout(text)
+        layout = find_layout(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if not isinstance(layout, SmemLayout):
+        raise argparse.ArgumentTypeError(f"must be a layout that a kernel can take (a SmemLayout), got {text!r}")
+    return layout
 
 
 def add_rung_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +84,12 @@ def add_rung_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), metavar="NAME", help=f"of {', '.join(KERNELS)}"
     )
     parser.add_argument(
-        "--layout", type=layout_argument, nargs="+", metavar="NAME", help="each kernel with these layouts, not its own"
+        "--layout",
+        type=layout_argument,
+        nargs="+",
+        metavar="LAYOUT",
+        help="each kernel with these layouts, not its own: "
+        "names of the catalog, expressions such as 'S<3,3,3> o (8,64):(64,1)', or FILE.py:NAME",
     )
 
 

@@ -51,7 +51,7 @@ def is_current(path: Path) -> bool:
     """Whether a results file is good and of the present commit; never so for changed or unknown source."""
     commit = results.commit()
     document = results.read_results(path)
-    if document is None or not document["ok"] or commit.endswith(("-dirty", "unknown")):
+    if document is None or not document.get("ok", True) or commit.endswith(("-dirty", "unknown")):
         return False
     return document["commit"] == commit
 

@@ -12,7 +12,7 @@ COMMANDS: dict[str, str] = {
     "inspect": "perf.inspect_table",
     "host": "perf.host",
     "banks": "perf.bank_table",
-    "tests": "perf.test_report",
+    "tests": "perf.suite",
     "all": "perf.evidence",
     "tables": "perf.tables",
 }

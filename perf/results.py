@@ -82,7 +82,7 @@ def read_results(path: Path) -> dict | None:
         document = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    missing = {"command", "commit", "date", "device", "ok", "versions", "records"} - set(document)
+    missing = {"command", "commit", "date", "device", "versions", "records"} - set(document)
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
     return document

@@ -64,6 +64,10 @@ def main(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def _default_path(args):
     """The evidence's file for the default set; all other choices share one, so that they don't replace it."""
     rungs_are_default = args.layout is None and len(args.kernels) == len(LADDER) and len(args.peers) == len(PEERS)
@@ -76,7 +80,7 @@ def _default_path(args):
 
 def _ceiling_record(args) -> dict:
     name = f"matmul_{MATMUL_SIZE}"
-    call, operations = matmul_call(args.dtype, torch.device("cuda", torch.cuda.current_device()))
+    call, operations = matmul_call(args.dtype, _device())
     timing = time_interleaved({name: call}, budget_s=0.5)[name]
     tflops = operations / timing.ms / 1e9
     return {"name": name, "kind": "ceiling", "dtype": args.dtype, **asdict(timing), "tflops": tflops}
@@ -84,7 +88,7 @@ def _ceiling_record(args) -> dict:
 
 def _time_case(case: Case, args) -> list[dict]:
     """Checks every contestant, then times all that can run; one record each, in the table's order."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = _device()
     q, k, v = case.tensors(device)
     check = ErrorCheck.of(case, q, k, v)
     contestants = [*rungs_from(args), *(PEERS[name] for name in PEERS if name in args.peers)]
