@@ -178,7 +178,7 @@ def _remarks(subject: Subject, report: KernelReport):
         tile = subject.layout.on(*subject.tile)
         block = bank_map(tile, subject.element_bytes, 4) % subject.num_banks
     fault = latin_fault(block)
-    yield f"each bank once a row and once a column of a {block.shape[0]}x{block.shape[1]} block: " + (
+    yield f"each bank once a row and once a column of the first {block.shape[0]}x{block.shape[1]}: " + (
         f"no, {fault}." if fault else "yes."
     )
 

@@ -190,7 +190,7 @@ class BankReport:
                         tuple(addresses[index].tolist()),
                     )
                 )
-        return sorted(found, key=lambda collision: -len(set(collision.addresses)))
+        return sorted(found, key=lambda one: -len({address // bank_bytes for address in one.addresses}))
 
     def first_collision(self) -> Collision | None:
         """The fullest bank of the first phase that is as bad as the worst; None without conflicts."""
@@ -243,8 +243,9 @@ class KernelReport:
 
     @property
     def degree(self) -> float:
-        """Wavefronts over ideal of one KV iteration."""
-        return self.iteration.wavefronts() / self.iteration.ideal()
+        """Wavefronts over ideal of one KV iteration; 1.0 if no path belongs to one."""
+        ideal = self.iteration.ideal()
+        return self.iteration.wavefronts() / ideal if ideal else 1.0
 
 
 def kernel_report(layout, paths: Sequence[Path]) -> KernelReport:

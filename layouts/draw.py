@@ -341,7 +341,7 @@ def float_columns() -> Figure:
     return figure
 
 
-_GALLERY: dict[str, Callable[[], Figure]] = {
+GALLERY: dict[str, Callable[[], Figure]] = {
     "phases_of_16_bytes": phases_of_16_bytes,
     "what_conflicts": what_conflicts,
     "conflict_and_cures": conflict_and_cures,
@@ -358,7 +358,7 @@ def gallery(folder) -> list[FilePath]:
     """Writes every picture of docs/banks.md into ``folder`` as PNG; returns the files."""
     FilePath(folder).mkdir(parents=True, exist_ok=True)
     files = []
-    for name, make in _GALLERY.items():
+    for name, make in GALLERY.items():
         file = FilePath(folder) / f"{name}.png"
         save(make(), file)
         files.append(file)

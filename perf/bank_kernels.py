@@ -13,9 +13,11 @@ import re
 import cutlass
 import cutlass.cute as cute
 import numpy as np
+import torch
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cute_fa.arch import arch_of_capability
 from layouts.access import WARP_LANES, Path
 from perf.bank_table import PROBES, Probe, kernel_name
 
@@ -75,7 +77,7 @@ class BankProbe:
     @cute.kernel
     def kernel(self, addresses: cute.Tensor, source: cute.Tensor, out: cute.Tensor):
         tidx, _, _ = cute.arch.thread_idx()
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         tile = smem.allocate_tensor(cutlass.Int8, cute.make_layout(SMEM_BYTES), byte_alignment=1024)
         base = tile.iterator.toint()
         gmem = (source.iterator + 4 * tidx).toint()
@@ -105,11 +107,11 @@ class BankProbe:
         return cutlass.Int32(0)
 
 
-def compile_probe(instruction: str, masked: bool, options: str):
-    """The compiled kernel of an instruction, for any table of addresses; ``options`` as for cute.compile."""
-    num_instructions, num_threads, num_words = (cute.sym_int32() for _ in range(3))
-    table = make_fake_tensor(cutlass.Int32, (num_instructions, num_threads), (cute.sym_int64(), 1), assumed_align=4)
-    source = make_fake_tensor(cutlass.Int32, (num_words,), (1,), assumed_align=16)
+def compile_probe(instruction: str, masked: bool, num_threads: int, options: str):
+    """The compiled kernel of an instruction, for a table of any length; ``options`` as for cute.compile."""
+    table_shape, table_stride = (cute.sym_int32(), num_threads), (num_threads, 1)
+    table = make_fake_tensor(cutlass.Int32, table_shape, table_stride, assumed_align=4)
+    source = make_fake_tensor(cutlass.Int32, (4 * num_threads,), (1,), assumed_align=16)
     out = make_fake_tensor(cutlass.Int32, (num_threads,), (1,), assumed_align=4)
     name = kernel_name(instruction)
     BankProbe.kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -132,17 +134,15 @@ def address_table(probe: Probe) -> np.ndarray:
 
 def main() -> None:
     """Launches every probe once, in the order of ``PROBES``."""
-    import torch
-
-    major, minor = torch.cuda.get_device_capability()
-    options = f"--gpu-arch sm_{major}{minor}{'a' if major >= 9 else ''} --enable-tvm-ffi"
+    arch = arch_of_capability(torch.cuda.get_device_capability())
+    options = f"--gpu-arch {arch} --enable-tvm-ffi"
     kernels = {}
     for probe in PROBES:
-        key = (probe.path.instruction, probe.path.active is not None)
-        if key not in kernels:
-            kernels[key] = compile_probe(*key, options)
         table = torch.from_numpy(address_table(probe)).cuda()
         threads = table.shape[1]
+        key = (probe.path.instruction, probe.path.active is not None, threads)
+        if key not in kernels:
+            kernels[key] = compile_probe(*key, options)
         source, out = (torch.from_numpy(np.zeros(n, np.int32)).cuda() for n in (4 * threads, threads))
         kernels[key](table, source, out)
     torch.cuda.synchronize()

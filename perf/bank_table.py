@@ -18,15 +18,16 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path as FilePath
 
 import numpy as np
+import torch
 
 from layouts import CATALOG, SmemLayout
 from layouts.access import WARP_LANES, Path, array_paths, broadcast, by_column, by_row, kernel_paths, ldmatrix
 from layouts.banks import BankReport, report
 from layouts.toys import TOYS
 from perf import results
+from perf.output import add_output_arguments, as_csv, emit, plain_table, progress, wants_tables
 
 _WAVEFRONTS = "sm__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 _CONFLICTS = "sm__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
@@ -66,16 +67,31 @@ def kernel_name(instruction: str) -> str:
     return "bank_" + re.sub(r"\W+", "_", instruction)
 
 
+# Named one by one, so that a layout added to the catalog leaves the committed measurements complete.
+_AT_HEAD_DIM_128 = (
+    "PLAIN",
+    "SWIZZLE_333",
+    "PADDED_8",
+    "SWIZZLE_233",
+    "SWIZZLE_133",
+    "ATOM_64B",
+    "ATOM_32B",
+    "DIRECT_333",
+    "DIRECT_334",
+)
+_AT_HEAD_DIM_64 = ("PLAIN", "SWIZZLE_333", "DIRECT_334")
+# The narrow atoms are the layouts under which cp.async and the loads of O conflict.
+_ON_EVERY_PATH = ("PLAIN", "SWIZZLE_333", "ATOM_64B", "ATOM_32B")
+
+
 def _kernel_probes() -> Iterable[tuple[SmemLayout, Path]]:
     """The attention kernel's own paths: the conflicting ones under every layout, the others under some."""
     always = ("ldmatrix K", "ldmatrix.trans V", "st.shared O")
     others = ("ldmatrix Q", "cp.async K", "ld.shared O")
-    # The narrow atoms are the layouts under which cp.async and the loads of O conflict.
-    with_others = ("PLAIN", "SWIZZLE_333", "ATOM_64B", "ATOM_32B")
-    for head_dim, names in ((128, tuple(CATALOG)), (64, ("PLAIN", "SWIZZLE_333", "DIRECT_334"))):
+    for head_dim, names in ((128, _AT_HEAD_DIM_128), (64, _AT_HEAD_DIM_64)):
         for name in names:
             for path in kernel_paths(head_dim, 64, 64):
-                if path.name in always or (head_dim == 128 and name in with_others and path.name in others):
+                if path.name in always or (head_dim == 128 and name in _ON_EVERY_PATH and path.name in others):
                     yield CATALOG[name], path
 
 
@@ -163,7 +179,7 @@ def measure(ncu: str) -> list[dict[str, int]]:
     metrics = [_WAVEFRONTS.format(op) for op in _OPS] + [_CONFLICTS.format(op) for op in _OPS_WITH_CONFLICTS]
     command = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name", "regex:^bank_"]
     command += ["--metrics", ",".join(metrics), sys.executable, "-m", "perf.bank_kernels"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=FilePath(__file__).parent.parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=results.ROOT)
     rows = parse_ncu(done.stdout)
     expected = [kernel_name(probe.path.instruction) for probe in PROBES]
     seen = [re.sub(r"_\d+$", "", row["Kernel Name"].partition("(")[0]) for row in rows]
@@ -190,27 +206,30 @@ def agrees(record: dict) -> bool:
     )
 
 
-def _print_table(rows: list[dict]) -> None:
-    width = max(len(row["name"]) for row in rows)
-    print(f"{'layout: path':{width}}  ways  predicted  measured  conflicts predicted / measured")
-    for row in rows:
-        measured = row.get("measured", "-")
-        conflicts = ""
-        if "conflict_counter" in row:
-            conflicts = f"{row['predicted_conflicts']} / {row.get('measured_conflicts', '-')}"
-        differs = "  DIFFERS" if "measured" in row and not agrees(row) else ""
-        print(f"{row['name']:{width}}  {row['ways']:4}  {row['predicted']:9}  {measured:>8}  {conflicts}{differs}")
+def _table(rows: list[dict]) -> str:
+    headers = ["layout, tile: path", "ways", "predicted", "measured", "conflicts predicted", "measured", ""]
+    lines = [
+        [
+            row["name"],
+            row["ways"],
+            row["predicted"],
+            row.get("measured", "-"),
+            row.get("predicted_conflicts", ""),
+            row.get("measured_conflicts", "-") if "conflict_counter" in row else "",
+            "DIFFERS" if "measured" in row and not agrees(row) else "",
+        ]
+        for row in rows
+    ]
+    return plain_table(headers, lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``python -m perf banks``."""
-    parser.add_argument("--json", action="store_true", help="print the records instead of a table")
+    """Options of ``python -m perf banks``."""
+    add_output_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Predicts and, where a GPU and ncu are, measures; 1 if a measurement differs from its prediction."""
-    import torch
-
+    """Predicts and, where a GPU and ncu are, measures; 1 if a measurement fails or differs from its prediction."""
     ncu = find_ncu()
     counters, missing = None, ""
     if not torch.cuda.is_available():
@@ -218,17 +237,21 @@ def main(args: argparse.Namespace) -> int:
     elif ncu is None:
         missing = "ncu was not found on the PATH, under /usr/local/cuda* or under /opt/nvidia/nsight-compute"
     else:
-        counters = measure(ncu)
+        try:
+            counters = measure(ncu)
+        except RuntimeError as error:
+            progress(f"python -m perf banks: error: {error}")
+            return 1
     rows = records(counters)
-    if args.json:
-        print(json.dumps(rows, indent=1))
-    else:
-        _print_table(rows)
+    if wants_tables(args):
+        print(_table(rows))
     if missing:
-        print(f"Predictions only; none of these {len(rows)} accesses was measured: {missing}.", file=sys.stderr)
+        if not wants_tables(args):
+            print(as_csv(rows) if args.csv else json.dumps(rows, indent=1))
+        progress(f"Predictions only; none of these {len(rows)} accesses was measured: {missing}.")
         return 0
     different = sum(not agrees(row) for row in rows)
-    path = results.results_path(results.device_name(), "bank_table")
-    results.write_results(path, results.make_document(rows, results.device_name(), ok=not different))
-    print(f"{len(rows) - different} of {len(rows)} equal; written to {path}", file=sys.stderr)
+    device = results.device_name()
+    emit(args, results.make_document(rows, device, not different), results.results_path(device, "bank_table"))
+    progress(f"{len(rows) - different} of {len(rows)} equal their prediction")
     return int(different > 0)

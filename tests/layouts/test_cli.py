@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+import layouts
 from layouts.__main__ import main
 from layouts.parse import LayoutSyntaxError, find_layout, parse_expression
 from layouts.smem_layout import COLS, SmemLayout, Swizzle
@@ -95,6 +96,15 @@ def test_draw_writes_the_file_it_was_asked_for(capsys, tmp_path):
     code, _, err = run(capsys, "draw", "PLAIN", "--out", str(tmp_path / "picture.xyz"))
     assert code == 2
     assert ".svg or .png" in err
+
+
+def test_drawing_without_matplotlib_says_what_to_install(capsys, monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "layouts.draw", raising=False)
+    monkeypatch.delattr(layouts, "draw", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = run(capsys, "draw", "PLAIN", "--out", str(tmp_path / "picture.svg"))
+    assert code == 2
+    assert "drawing needs matplotlib: pip install 'cute_fa[plots]'" in err
 
 
 @pytest.mark.parametrize(
