@@ -92,9 +92,9 @@ def main(args: argparse.Namespace) -> int:
     else:
         records = compare_with_gpu(ncu)
     if wants_tables(args):
-        _print_tables(records)
-    differing = sum(r.get("exact", False) and r["wavefronts"] != r["predicted"] for r in records)
-    document = make_document(records, device_name(), ok=not differing)
+        print_tables(records)
+    wrong = differing(records)
+    document = make_document(records, device_name(), ok=not wrong)
     if missing:
         if args.json:
             print(json.dumps(document, indent=1))
@@ -103,9 +103,9 @@ def main(args: argparse.Namespace) -> int:
         progress(f"Emulated only; neither outputs nor counters of a GPU were compared: {missing}.")
         return 0
     emit(args, document, results_path(device_name(), "emulation"))
-    if differing:
-        progress(f"{differing} exact counters differ from the emulator")
-    return int(differing > 0)
+    if wrong:
+        progress(f"{len(wrong)} exact counters differ from the emulator")
+    return int(bool(wrong))
 
 
 # --- emulated ----------------------------------------------------------------------------------------------
@@ -168,6 +168,11 @@ def compare_with_gpu(ncu: str) -> list[dict]:
             record |= {"wavefronts": counters[counter], "predicted": predicted}
             records.append({**_common(shape, name, arch), **record})
     return records
+
+
+def differing(records: list[dict]) -> list[dict]:
+    """The records of exact counters that the emulator did not predict."""
+    return [record for record in records if record.get("exact") and record["wavefronts"] != record["predicted"]]
 
 
 def _gpu_forward(shape: Shape, name: str):
@@ -237,7 +242,8 @@ def run_ncu(ncu: str) -> list[dict[str, int]]:
 # --- printed -----------------------------------------------------------------------------------------------
 
 
-def _print_tables(records: list[dict]) -> None:
+def print_tables(records: list[dict]) -> None:
+    """Tables of outputs, where they were compared, and of wavefronts."""
     outputs = [r for r in records if r["path"] == "o"]
     if outputs:
         headers = ["shape", "kernel", "bits equal", "max ulp", "max ulp of row", "lse error"]

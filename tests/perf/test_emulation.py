@@ -64,6 +64,31 @@ def test_without_a_gpu_the_emulated_wavefronts_are_shown(capsys):
     assert "8.00" in printed.out and "no CUDA device" in printed.err
 
 
+@pytest.mark.parametrize("off_by", [0, 1])
+def test_comparison_with_a_gpu_that_is_stood_in_for(off_by, monkeypatch, capsys):
+    """The emulator plays the GPU's part: its outputs, and its wavefronts as the counters."""
+    monkeypatch.setattr(emulation, "SHAPES", (Shape(65, 65, 64, causal=True),))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    results = {name: emulation.emulate_shape(emulation.SHAPES[0], name) for name in KERNELS}
+    monkeypatch.setattr(emulation, "_gpu_forward", lambda shape, name: (results[name].o, results[name].lse))
+
+    def counted(ncu):
+        found = [
+            {c: emulation.predicted_wavefronts(r, p)[1] for c, (p, _) in COUNTERS.items()} for r in results.values()
+        ]
+        found[1][next(iter(COUNTERS))] += off_by
+        return found
+
+    monkeypatch.setattr(emulation, "run_ncu", counted)
+    records = emulation.compare_with_gpu("ncu")
+    assert len(records) == 2 * (1 + len(COUNTERS))
+    outputs = [r for r in records if r["path"] == "o"]
+    assert all(r["equal"] == 1 and r["max_ulp"] == 0 and r["lse_error"] == 0 for r in outputs)
+    assert emulation.differing(records) == records[-4 : -4 + off_by]
+    emulation.print_tables(records)
+    assert ("+1" in capsys.readouterr().out) == bool(off_by)
+
+
 @pytest.mark.skipif(not FILES, reason="no perf/results/*/emulation.json yet: python -m perf emulate writes it")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 def test_committed_results_agree_with_the_emulator(path):
