@@ -243,7 +243,7 @@ def run_ncu(ncu: str) -> list[dict[str, int]]:
 
 
 def print_tables(records: list[dict]) -> None:
-    """Tables of outputs, where they were compared, and of wavefronts."""
+    """Tables of outputs, where they were compared, of wavefronts, and of the emulator's time."""
     outputs = [r for r in records if r["path"] == "o"]
     if outputs:
         headers = ["shape", "kernel", "bits equal", "max ulp", "max ulp of row", "lse error"]
@@ -260,7 +260,10 @@ def print_tables(records: list[dict]) -> None:
         numbers = [cell(r["ideal"], ","), cell(r["predicted"], ","), cell(ways, ".2f"), cell(counted, ",")]
         rows.append([_shape_of(r), r["name"], r["path"], *numbers, cell(difference, "+,")])
     headers = ["shape", "kernel", "path", "ideal", "emulated", "ways", "counted", "difference"]
-    print(f"Wavefronts of shared memory\n\n{plain_table(headers, rows)}")
+    print(f"Wavefronts of shared memory\n\n{plain_table(headers, rows)}\n")
+    seconds = {(_shape_of(r), r["name"]): r["seconds_per_cta"] for r in records if "seconds_per_cta" in r}
+    rows = [[*which, cell(1e3 * each, ".1f")] for which, each in seconds.items()]
+    print(f"Time of the emulator\n\n{plain_table(['shape', 'kernel', 'ms a CTA'], rows)}")
 
 
 def _shape_of(record: dict) -> str:

@@ -77,7 +77,8 @@ def emulate_forward(
     """``cute_fa.forward`` on CPU tensors, with the report; faults are in the report and raise nothing.
 
     Args:
-        q, k, v, causal, softmax_scale, kernel, layout: as in ``cute_fa.forward``; at least one query and key.
+        q, k, v, causal, softmax_scale, kernel, layout: as in ``cute_fa.forward``; at least one query and key, and
+            rows at multiples of 16 bytes.
         arch: the architecture that the kernel is compiled for.
         check: count wavefronts, look for races and uninitialised reads.
 
