@@ -221,29 +221,28 @@ class _BodyParser:
         self.source = ""
 
     def run(self, text: str, start: int):
-        position, pending, pending_start, line, counted = start, "", start, text.count("\n", 0, start) + 1, start
+        """Reads from the opening brace of the body to the closing one."""
+        statement = None  # where the current one starts
+        line, counted = text.count("\n", 0, start) + 1, start
         for match in _TOKEN.finditer(text, start):
             token = match.group(0)
-            if token == "{" and not pending:
+            if statement is not None:
+                if token == ";":
+                    line += text.count("\n", counted, statement)
+                    counted = statement
+                    self._statement(text[statement : match.start()].strip(), line)
+                    statement = None
+            elif token == "{":
                 self.scopes.append({})
                 self.scope_count += 1
-            elif token == "}" and not pending:
+            elif token == "}":
                 self.scopes.pop()
                 if not self.scopes:
                     return
-            elif token == ";":
-                line += text.count("\n", counted, pending_start)
-                counted = pending_start
-                self._statement(pending.strip(), line)
-                pending = ""
-            else:
-                if not pending:
-                    pending_start = match.start()
-                    token, skipped = self._directives(token)
-                    pending_start += skipped
-                pending += token if token in "{}" or not pending else " " + token
-            position = match.end()
-        raise PtxSyntaxError(f"the body of the entry does not end (read up to character {position})")
+            elif token != ";":
+                rest, skipped = self._directives(token)
+                statement = match.start() + skipped if rest else None
+        raise PtxSyntaxError("the body of the entry does not end")
 
     def _directives(self, token: str) -> tuple[str, int]:
         """Takes labels and .loc lines off the front of a statement; returns the rest and what was skipped."""
