@@ -11,7 +11,7 @@ from layouts import CATALOG
 from layouts.access import kernel_paths
 from layouts.banks import kernel_report
 
-NAMES = ["PLAIN", "SWIZZLE_333", "PADDED_8", "SWIZZLE_133", "ATOM_64B"]
+NAMES = ["PLAIN", "SWIZZLE_333", "PADDED_8", "DIRECT_334", "ATOM_64B"]
 
 
 def _kind(instruction: str) -> str:
