@@ -81,7 +81,7 @@ _AT_HEAD_DIM_128 = (
 )
 _AT_HEAD_DIM_64 = ("PLAIN", "SWIZZLE_333", "DIRECT_334")
 # The narrow atoms are the layouts under which cp.async and the loads of O conflict.
-_ON_EVERY_PATH = ("PLAIN", "SWIZZLE_333", "ATOM_64B", "ATOM_32B")
+_ON_EVERY_PATH = ("PLAIN", "SWIZZLE_333", "PADDED_8", "ATOM_64B", "ATOM_32B")
 
 
 def _kernel_probes() -> Iterable[tuple[SmemLayout, Path]]:

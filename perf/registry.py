@@ -12,6 +12,7 @@ COMMANDS: dict[str, str] = {
     "inspect": "perf.inspect_table",
     "host": "perf.host",
     "banks": "perf.bank_table",
+    "emulate": "perf.emulation",
     "tests": "perf.suite",
     "all": "perf.evidence",
     "tables": "perf.tables",
@@ -42,5 +43,6 @@ EVIDENCE: tuple[Step, ...] = (
     Step("timing_bf16_d64", ("time", "--dtype", "bf16", "--head-dim", "64"), 2),
     Step("host", ("host",), 1.5),
     Step("bank_table", ("banks",), 2),
+    Step("emulation", ("emulate",), 2),
     Step("tests", ("tests",), 6),
 )

@@ -40,3 +40,20 @@ def copy_rows(tiled_copy: cute.TiledCopy, src: cute.Tensor, dst: cute.Tensor, ro
     for m in cutlass.range_constexpr(src.shape[1]):
         pred[0, m, 0] = rows[0, m, 0][0] < num_rows
     cute.copy(tiled_copy, src, dst, pred=pred)
+
+
+@cute.jit
+def store_accumulator(tiled_mma: cute.TiledMma, fragment: cute.Tensor, tile: cute.Tensor, tidx):
+    """Stores a thread's accumulator to a tile in shared memory, two neighbouring columns (4 bytes) at a time.
+
+    Each pair gets its own address from the tile's layout: with some swizzles the steps between a thread's
+    pairs depend on the thread, which a partitioned layout can't say.
+    """
+    thr_mma = tiled_mma.get_slice(tidx)
+    shape = (cute.size(tile, mode=[0]), cute.size(tile, mode=[1]))
+    coords = thr_mma.partition_C(cute.make_identity_tensor(shape))
+    for i in cutlass.range_constexpr(0, cute.size(fragment), 2):
+        pair = cute.make_rmem_tensor(2, fragment.element_type)
+        pair[0], pair[1] = fragment[i], fragment[i + 1]
+        address = (tile.iterator + cute.crd2idx(coords[i], tile.layout)).align(4)
+        cute.autovec_copy(pair, cute.make_tensor(address, cute.make_layout(2)))

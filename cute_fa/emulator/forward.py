@@ -87,6 +87,7 @@ def emulate_forward(
     """
     problem = AttentionProblem.from_tensors(q, k, v, causal=causal, return_lse=True)
     rung, config = select(problem, arch, kernel, layout)
+    _refuse_hours(rung, config, q.shape, problem.seqlen_k, causal)
     o = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(problem.batch, problem.num_heads, problem.seqlen_q)
     ptx = get_artifacts(problem.static, rung, config, arch).ptx
@@ -122,13 +123,7 @@ def run_forward(
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
     num_m_blocks = -(-seqlen_q // config.tile_m)
-    estimate = estimate_seconds(config, q.shape, k.shape[1], causal)
-    if estimate > MAX_SECONDS:
-        raise EmulationTooLongError(
-            f"emulating {rung.name} for q of shape {tuple(q.shape)} and {k.shape[1]} keys would take about "
-            f"{_duration(estimate)} on the CPU; the limit is {_duration(MAX_SECONDS)}. Take shorter sequences, fewer "
-            "heads or a smaller batch, or tensors on a GPU"
-        )
+    _refuse_hours(rung, config, q.shape, k.shape[1], causal)
     args = [
         TensorArg(name, _as_numpy(tensor), dynamic_shape=(0, 1, 2), dynamic_strides=(0, 1, 2))
         for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o))
@@ -158,6 +153,16 @@ def estimate_seconds(config: KernelConfig, q_shape, seqlen_k: int, causal: bool)
     tile_seconds = _SECONDS_PER_TILE + _SECONDS_PER_TILE_COLUMN * head_dim
     tile_seconds *= config.tile_m * config.tile_n / 4096
     return batch * num_heads * (len(first_rows) * _SECONDS_PER_CTA + tiles * tile_seconds)
+
+
+def _refuse_hours(rung: Rung, config: KernelConfig, q_shape, seqlen_k: int, causal: bool) -> None:
+    estimate = estimate_seconds(config, q_shape, seqlen_k, causal)
+    if estimate > MAX_SECONDS:
+        raise EmulationTooLongError(
+            f"emulating {rung.name} for q of shape {tuple(q_shape)} and {seqlen_k} keys would take about "
+            f"{_duration(estimate)} on the CPU; the limit is {_duration(MAX_SECONDS)}. Take shorter sequences, fewer "
+            "heads or a smaller batch, or tensors on a GPU"
+        )
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -30,14 +30,23 @@ class GlobalBuffer:
         view = (ctypes.c_uint8 * self.size).from_address(low) if self.size else b""
         self.bytes = np.frombuffer(view, np.uint8)
         dense = array.size * array.itemsize == self.size
-        self.belongs = None if dense else self._element_mask()
+        self._before = None if dense else self._count_elements()
 
-    def _element_mask(self) -> np.ndarray:
+    def _count_elements(self) -> np.ndarray:
+        """How many bytes of elements lie before each byte, (size + 1,)."""
         mask = np.zeros(self.size, bool)
         for byte in range(self.array.itemsize):
             mine = mask[self.first_element + byte :]
             np.lib.stride_tricks.as_strided(mine, self.array.shape, self.array.strides)[...] = True
-        return mask
+        return np.concatenate([[0], np.cumsum(mask)])
+
+    def holds(self, offsets, width: int) -> np.ndarray:
+        """Whether each access of ``width`` bytes touches nothing but elements."""
+        inside = (offsets >= 0) & (offsets <= self.size - width)
+        if self._before is None or not inside.any():
+            return inside
+        at = np.clip(offsets, 0, self.size - width)
+        return inside & (self._before[at + width] - self._before[at] == width)
 
     def units(self, width: int) -> np.ndarray | None:
         """The bytes as aligned units of ``width`` bytes, or None when the array itself lies unaligned."""
@@ -72,8 +81,10 @@ class GlobalMemory:
     def resolve(self, addresses, width, active, verb, instructions, frame):
         """(buffer, offsets, chosen) for each buffer that is accessed; faults are recorded and left out."""
         region = addresses >> REGION_SHIFT
-        first = int(region.flat[0]) if region.size else 0
-        numbers = [first] if (region == first).all() else np.unique(region)
+        numbers, left = [], region.ravel()
+        while left.size:
+            numbers.append(int(left[0]))
+            left = left[left != left[0]]
         for number in numbers:
             chosen = None if len(numbers) == 1 else region == number
             if active is not None:
@@ -82,7 +93,7 @@ class GlobalMemory:
                 continue
             known = 1 <= number <= len(self.buffers)
             buffer = self.buffers[number - 1] if known else None
-            start = (int(number) << REGION_SHIFT) + (buffer.alignment_offset if known else 0)
+            start = (number << REGION_SHIFT) + (buffer.alignment_offset if known else 0)
             offsets = addresses - start
             bad = self._bad(buffer, offsets, width, chosen)
             if bad is not None:
@@ -106,10 +117,7 @@ class GlobalMemory:
         """Booleans of the accesses that leave the tensor, or None when all stay inside."""
         if buffer is None:
             return np.ones(offsets.shape, bool) if chosen is None else chosen
-        bad = (offsets < 0) | (offsets > buffer.size - width)
-        if buffer.belongs is not None and buffer.size >= width:
-            at = np.clip(offsets, 0, buffer.size - width)
-            bad = bad | ~(buffer.belongs[at] & buffer.belongs[at + width - 1])
+        bad = ~buffer.holds(offsets, width)
         if chosen is not None:
             bad = bad & chosen
         return bad if bad.any() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -10,12 +11,14 @@ import numpy as np
 
 from cute_fa.emulator import memory_steps, warp_steps
 from cute_fa.emulator.alu import Alu, alu, pack, unpack
-from cute_fa.emulator.parse import Instruction, Kernel, Mem, Reg, Vec, parse
+from cute_fa.emulator.parse import Imm, Instruction, Kernel, Mem, Reg, Vec, parse
 from cute_fa.emulator.registers import RegisterMap, guard_reader, reader, writer
 from cute_fa.emulator.report import UnknownInstructionError
 from cute_fa.emulator.schedule import Node, is_barrier, split_blocks
 
 _NOTHING = {"prefetch", "fence", "membar", "griddepcontrol", "nanosleep", "setmaxnreg", "pmevent"}
+_WHOLE_BARRIERS = {"bar.sync", "bar.cta.sync", "barrier.sync", "barrier.sync.aligned", "barrier.cta.sync"}
+_WHOLE_BARRIERS.add("barrier.cta.sync.aligned")
 _MEMORY = {"ld", "st", "red", "cp"}
 _WARP = {"ldmatrix", "stmatrix", "mma", "shfl", "vote", "activemask", "bar", "barrier", "elect"}
 
@@ -103,9 +106,11 @@ def _ending(terminator, rows, kernel, block_of, end):
         return "branch", condition, block_of.get(label, end)
     if name in ("ret", "exit"):
         return "exit", condition, end
-    if is_barrier(terminator) and terminator.parts[1] in ("sync", "cta") and condition is None:
-        if terminator.parts[-1] not in ("sync", "aligned"):
-            raise UnknownInstructionError(f"{terminator}: this form of barrier is not known to the emulator")
+    if is_barrier(terminator) and condition is None and terminator.opcode in _WHOLE_BARRIERS:
+        count = terminator.operands[1] if len(terminator.operands) > 1 else None
+        threads = math.prod(kernel.block) if kernel.block else None
+        if count is not None and (not isinstance(count, Imm) or count.value != threads):
+            raise UnknownInstructionError(f"{terminator}: a barrier of a part of the CTA is not known to the emulator")
         return "barrier", None, 0
     raise UnknownInstructionError(f"{terminator}: not known to the emulator")
 

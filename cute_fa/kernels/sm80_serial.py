@@ -22,7 +22,7 @@ import cutlass.cute as cute
 
 from cute_fa.arch import get_arch
 from cute_fa.config import KernelConfig
-from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies
+from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies, store_accumulator
 from cute_fa.device.mask import mask_scores
 from cute_fa.device.mma import (
     SmemOperand,
@@ -198,9 +198,7 @@ class Sm80Serial:
         cute.arch.sync_threads()
         rO = cute.make_rmem_tensor(acc_O.layout, dtype)
         rO.store(acc_O.load().to(dtype))
-        acc_store_atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=32)
-        acc_store = cute.make_tiled_copy_C(acc_store_atom, tiled_mma).get_slice(tidx)
-        cute.copy(acc_store_atom, acc_store.retile(rO), acc_store.partition_D(sO))
+        store_accumulator(tiled_mma, rO, sO, tidx)
         cute.arch.sync_threads()
         tOsO, tOgO = thr_store.partition_S(sO), thr_store.partition_D(gO)
         tOrO = cute.make_fragment_like(tOgO, dtype)

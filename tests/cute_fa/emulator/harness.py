@@ -21,7 +21,8 @@ def module(body: str, num_params: int, shared_bytes: int = 0) -> str:
     shared = f"    .shared .align 16 .b8 smem[{shared_bytes}];\n" if shared_bytes else ""
     return (
         ".version 8.8\n.target sm_80\n.address_size 64\n\n"
-        f".visible .entry k(\n{params}\n)\n{{{REGISTERS}{shared}{loads}\n    mov.u32 %r0, %tid.x;\n{body}\n    ret;\n}}\n"
+        f".visible .entry k(\n{params}\n)\n{{{REGISTERS}{shared}{loads}\n"
+        f"    mov.u32 %r0, %tid.x;\n{body}\n    ret;\n}}\n"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import numpy as np
@@ -87,7 +88,8 @@ def test_nan_behind_the_last_key_does_not_enter(generator):
     case = Case(65, 70, 64)
     storage = [torch.full((1, 128, 2, 64), torch.nan, dtype=case.dtype) for _ in range(3)]
     tensors = [
-        whole[:, :s].copy_(values) for whole, values, s in zip(storage, case.tensors("cpu", generator), (65, 70, 70), strict=True)
+        whole[:, :s].copy_(values)
+        for whole, values, s in zip(storage, case.tensors("cpu", generator), (65, 70, 70), strict=True)
     ]
     result = emulated(case, *tensors)
     assert_close(case, *tensors, result.o, result.lse)
@@ -167,22 +169,34 @@ def test_estimate_grows_with_the_work():
     assert estimate_seconds(config, (1, 256, 2, 64), 256, causal=True) < short
 
 
-def test_progress_and_time(generator):
+def test_seconds():
+    """The limit is that of the specification; the machine of the test may be busy."""
     case = Case(256, 256, 64)
-    q, k, v = case.tensors("cpu", generator)
-    emulated(case, q, k, v)
+    q, k, v = case.tensors("cpu", torch.Generator().manual_seed(0))
     start = time.perf_counter()
     report = emulated(case, q, k, v).report
     assert time.perf_counter() - start < 20
-    assert report.num_ctas == 8 and report.translation_seconds < report.seconds < 20
-    calls = []
+    assert report.num_ctas == 8 and 0 < report.seconds_per_cta < 1
+
+
+def test_progress_is_written_after_some_seconds(monkeypatch, capsys, generator):
+    case = Case(64 * 20, 64, 64)
+    q, k, v = case.tensors("cpu", generator)
+    emulated(case, q, k, v, kernel="kernel1")
+    assert not capsys.readouterr().err
+    monkeypatch.setattr("cute_fa.emulator.forward._PROGRESS_AFTER", 0.0)
+    emulated(case, q, k, v, kernel="kernel1")
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"cute_fa: emulating kernel1: \d+ of 40 CTAs, about \d+ s left", first)
+
+
+def test_a_grid_of_nothing():
     rung = KERNELS["kernel2"]
-    ptx = get_artifacts(StaticProblem(case.dtype, 64, False, True), rung, rung.config, "sm_80").ptx
+    ptx = get_artifacts(StaticProblem(BF16, 64, False, True), rung, rung.config, "sm_80").ptx
     empty = [TensorArg("t", np.zeros((0, 0, 0, 64), np.int16), (0, 1, 2), (0, 1, 2))] * 4
     lse = TensorArg("lse", np.zeros((0, 0, 0), np.float32), (0, 1, 2), (0, 1))
-    size = rung.kernel.smem_bytes(64, rung.config)
-    emulate(ptx, (0, 1, 1), (128, 1, 1), [*empty, lse, np.float32(1)], size, progress=lambda *call: calls.append(call))
-    assert not calls
+    report = emulate(ptx, (0, 1, 1), (128, 1, 1), [*empty, lse, np.float32(1)], rung.kernel.smem_bytes(64, rung.config))
+    assert report.num_ctas == 0 and not report.faults and not report.wavefronts
 
 
 def test_tensors_whose_dynamic_modes_do_not_match_the_kernel():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_fa.emulator import EmulationError, EmulationFault, TensorArg, emulate
+from cute_fa.emulator import EmulationError, EmulationFault, TensorArg, UnknownInstructionError, emulate
 from tests.cute_fa.emulator.harness import module, run
 
 OUT = """
@@ -73,7 +73,9 @@ def test_a_sync_instruction_orders_its_warp_and_no_other(between):
 
 
 def test_uninitialised_read_names_instruction_and_byte():
-    body = ADDRESS + "setp.ne.u32 %p1, %r0, 5;\n@%p1 st.shared.b32 [%r1], %r0;\nbar.sync 0;\nld.shared.b32 %r9, [%r1];\n"
+    body = (
+        ADDRESS + "setp.ne.u32 %p1, %r0, 5;\n@%p1 st.shared.b32 [%r1], %r0;\nbar.sync 0;\nld.shared.b32 %r9, [%r1];\n"
+    )
     report = run(body + OUT, np.zeros(64, np.uint32), shared_bytes=256, ctas=3)
     assert kinds(report) == {"uninitialised read"}
     (fault,) = report.faults
@@ -119,8 +121,10 @@ def test_global_bounds_name_the_tensor():
     assert writes.count == 1 and "write" in writes.detail
     with pytest.raises(EmulationFault, match="out of bounds"):
         report.raise_for_faults()
-    assert run("mov.b64 %rd5, 64;\nld.global.b32 %r9, [%rd5];", array).faults[0].detail.startswith(
-        "global read of 4 bytes at an address of no tensor"
+    assert (
+        run("mov.b64 %rd5, 64;\nld.global.b32 %r9, [%rd5];", array)
+        .faults[0]
+        .detail.startswith("global read of 4 bytes at an address of no tensor")
     )
 
 
@@ -138,6 +142,13 @@ def test_what_lies_between_the_elements_of_a_view_is_out_of_bounds():
     np.testing.assert_array_equal(inside[:, 1:], storage[:, 1:])
     report = run(body.format(8), storage[:, :2])
     assert kinds(report) == {"out of bounds"} and report.faults[0].count == 64
+
+
+def test_an_access_over_a_gap_is_out_of_bounds():
+    """Eight bytes whose first and last lie in elements of one byte, and the rest between them."""
+    storage = np.zeros(1024, np.uint8)
+    body = "mul.wide.u32 %rd40, %r0, 16;\nadd.s64 %rd40, %rd40, %rd0;\nld.global.v2.b32 {%r1, %r2}, [%rd40];"
+    assert kinds(run(body, storage[::7][:128])) == {"out of bounds"}
 
 
 def test_misaligned_global_access():
@@ -172,7 +183,9 @@ def test_cp_async(wait):
     np.testing.assert_array_equal(out, np.arange(1, 65))
 
 
-@pytest.mark.parametrize("wait", ["", "cp.async.commit_group;", "cp.async.wait_group 0;", "cp.async.commit_group;\ncp.async.wait_group 1;"])
+@pytest.mark.parametrize(
+    "wait", ["", "cp.async.commit_group;", "cp.async.wait_group 0;", "cp.async.commit_group;\ncp.async.wait_group 1;"]
+)
 def test_cp_async_without_its_wait_or_commit(wait):
     report, out = copied(wait=wait)
     assert "read before wait" in kinds(report)
@@ -264,6 +277,11 @@ def test_barrier_that_a_part_of_a_warp_misses():
     report = run(body, np.zeros(1, np.uint32))
     assert kinds(report) == {"barrier divergence"}
     assert any("only 24 lanes" in fault.detail for fault in report.faults)
+
+
+def test_barrier_of_a_part_of_the_cta_is_refused():
+    with pytest.raises(UnknownInstructionError, match="a part of the CTA"):
+        run("bar.sync 1, 32;", np.zeros(1, np.uint32))
 
 
 def test_wavefronts_of_strides():

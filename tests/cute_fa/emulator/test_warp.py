@@ -42,7 +42,9 @@ def test_ldmatrix(count, trans):
     addressed = np.random.default_rng(1).permutation(threads).astype(np.uint32)  # row that each lane points to
     out = np.zeros((threads, count), np.uint32)
     registers = "{" + ", ".join(f"%r{10 + i}" for i in range(count)) + "}"
-    body = fill_shared(0) + f"""
+    body = (
+        fill_shared(0)
+        + f"""
     mul.wide.u32 %rd42, %r0, 4;
     add.s64 %rd42, %rd42, %rd1;
     ld.global.b32 %r45, [%rd42];
@@ -50,6 +52,7 @@ def test_ldmatrix(count, trans):
     mad.lo.s32 %r46, %r45, 16, %r46;
     ldmatrix.sync.aligned.m8n8.x{count}{".trans" if trans else ""}.shared.b16 {registers}, [%r46];
     """
+    )
     body += store(registers if count > 1 else "%r10", count, 2)
     report = run(body, rows, addressed, out, threads=threads, shared_bytes=threads * 16)
     report.raise_for_faults()
@@ -65,13 +68,16 @@ def test_stmatrix_undoes_ldmatrix():
     rows = np.random.default_rng(0).integers(0, 2**16, (32, 8)).astype(np.uint16)
     for trans in ("", ".trans"):
         out = np.zeros_like(rows)
-        body = fill_shared(0) + f"""
+        body = (
+            fill_shared(0)
+            + f"""
         ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%r1, %r2, %r3, %r4}}, [%r44];
         bar.sync 0;
         stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [%r44], {{%r1, %r2, %r3, %r4}};
         bar.sync 0;
         ld.shared.v4.b32 {{%r1, %r2, %r3, %r4}}, [%r44];
         """
+        )
         body += store("{%r1, %r2, %r3, %r4}", 4, 1)
         run(body, rows, out, threads=32, shared_bytes=512).raise_for_faults()
         np.testing.assert_array_equal(out, rows)
@@ -103,7 +109,7 @@ def test_mma(name, dtype):
     inputs[:, :4], inputs[:, 4:6], inputs[:, 8:] = fa, fb, fc.view(np.uint32)
     out = np.zeros((WARP, 4), np.float32)
     twice = np.zeros((WARP, 4), np.float32)
-    opcode = f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"
+    opcode, zero = f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32", "0f00000000"
     body = f"""
     mul.wide.u32 %rd30, %r0, 48;
     add.s64 %rd30, %rd30, %rd0;
@@ -111,7 +117,7 @@ def test_mma(name, dtype):
     ld.global.v2.b32 {{%r5, %r6}}, [%rd30+16];
     ld.global.v4.b32 {{%r9, %r10, %r11, %r12}}, [%rd30+32];
     {opcode} {{%r13, %r14, %r15, %r16}}, {{%r1, %r2, %r3, %r4}}, {{%r5, %r6}}, {{%r9, %r10, %r11, %r12}};
-    {opcode} {{%r17, %r18, %r19, %r20}}, {{%r1, %r2, %r3, %r4}}, {{%r5, %r6}}, {{0f00000000, 0f00000000, 0f00000000, 0f00000000}};
+    {opcode} {{%r17, %r18, %r19, %r20}}, {{%r1, %r2, %r3, %r4}}, {{%r5, %r6}}, {{{zero}, {zero}, {zero}, {zero}}};
     {opcode} {{%r21, %r22, %r23, %r24}}, {{%r1, %r2, %r3, %r4}}, {{%r5, %r6}}, {{%r17, %r18, %r19, %r20}};
     """
     body += store("{%r13, %r14, %r15, %r16}", 4, 1) + store("{%r21, %r22, %r23, %r24}", 4, 2)
@@ -119,6 +125,24 @@ def test_mma(name, dtype):
     product = a.double() @ b.double()
     np.testing.assert_allclose(out, c_fragment((product + c).numpy()), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(twice, c_fragment((2 * product).numpy()), rtol=1e-6, atol=1e-6)
+
+
+def test_mma_of_eight_columns():
+    """m16n8k8 is the left half of A and the upper half of B."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator).half() for shape in ((16, 16), (16, 8)))
+    fa, fb, _ = fragments(*(x.numpy().view(np.uint16) for x in (a, b)), np.zeros((16, 8), np.float32))
+    inputs, out = np.stack([fa[:, 0], fa[:, 1], fb[:, 0], fb[:, 0]], 1), np.zeros((WARP, 4), np.float32)
+    body = """
+    mul.wide.u32 %rd30, %r0, 16;
+    add.s64 %rd30, %rd30, %rd0;
+    ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd30];
+    mov.b32 %r9, 0;
+    mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%r5, %r6, %r7, %r8}, {%r1, %r2}, {%r3}, {%r9, %r9, %r9, %r9};
+    """
+    run(body + store("{%r5, %r6, %r7, %r8}", 4, 1), inputs, out, threads=WARP).raise_for_faults()
+    expected = (a[:, :8].double() @ b[:8].double()).numpy()
+    np.testing.assert_allclose(out, c_fragment(expected), rtol=1e-6, atol=1e-6)
 
 
 def test_mma_overwriting_an_operand_of_the_chain():

@@ -1,0 +1,255 @@
+"""``python -m perf emulate``: the emulator beside the GPU, on the same inputs.
+
+On a machine with a GPU and Nsight Compute it compares, for kernel1 and kernel2 over ``SHAPES``, the outputs
+bit by bit and the emulated wavefronts of shared memory with the hardware's counters, and writes
+``perf/results/<device>/emulation.json``. Without them it prints what the emulator alone can tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+
+import cute_fa
+from cute_fa.arch import arch_of_capability
+from cute_fa.emulator import DEFAULT_ARCH, EmulatedForward, emulate_forward
+from cute_fa.ladder import resolve_kernel
+from perf.bank_table import find_ncu, parse_ncu
+from perf.output import add_output_arguments, as_csv, cell, emit, plain_table, progress, wants_tables
+from perf.results import ROOT, device_name, make_document, results_path
+
+KERNELS = ("kernel1", "kernel2")
+_COUNTER = "sm__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
+# Counter → the emulator's paths that it counts, and whether it is exact.
+COUNTERS = {
+    _COUNTER.format("ldsm"): (("ldmatrix", "ldmatrix.trans"), True),
+    _COUNTER.format("st"): (("st.shared",), True),
+    _COUNTER.format("ld"): (("ld.shared",), True),
+    _COUNTER.format("ldgsts"): (("cp.async",), False),
+}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LAUNCHES = "import perf.emulation; perf.emulation.launch_all()"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One problem, by the keys of results files: lengths, head dimension, mask, type, batch, heads."""
+
+    S_q: int
+    S_k: int
+    D: int
+    causal: bool = False
+    dtype: str = "bf16"
+    B: int = 1
+    H: int = 2
+    H_kv: int = 2
+
+    def tensors(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Random normal q, k, v; the same on every device."""
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((self.S_q, self.H), (self.S_k, self.H_kv), (self.S_k, self.H_kv))
+        drawn = [torch.randn(self.B, s, h, self.D, generator=generator) for s, h in shapes]
+        return tuple(t.to(_DTYPES[self.dtype]).to(device) for t in drawn)
+
+    def __str__(self):
+        heads = f"{self.H}" if self.H_kv == self.H else f"{self.H}/{self.H_kv}"
+        text = f"{self.dtype} B={self.B} S={self.S_q}x{self.S_k} H={heads} D={self.D}"
+        return text + (" causal" if self.causal else "")
+
+
+SHAPES = (
+    Shape(256, 256, 64),
+    Shape(256, 256, 128, causal=True),
+    Shape(129, 129, 64, causal=True, dtype="fp16"),
+    Shape(200, 333, 128, B=2, H=4),
+    Shape(65, 65, 128),
+    Shape(200, 60, 64, causal=True, dtype="fp16", H_kv=1),
+    Shape(1, 500, 128, causal=True, H=4, H_kv=1),
+    Shape(512, 512, 128),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``python -m perf emulate``."""
+    add_output_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Emulates and, where a GPU and ncu are, compares; 1 if an exact counter differs from the emulator."""
+    ncu, missing = find_ncu(), ""
+    if not torch.cuda.is_available():
+        missing = "no CUDA device is visible to PyTorch"
+    elif ncu is None:
+        missing = "ncu was not found on the PATH, under /usr/local/cuda* or under /opt/nvidia/nsight-compute"
+    if missing:
+        records = [record for shape in SHAPES[:2] for name in KERNELS for record in emulated_records(shape, name)]
+    else:
+        records = compare_with_gpu(ncu)
+    if wants_tables(args):
+        _print_tables(records)
+    differing = sum(r.get("exact", False) and r["wavefronts"] != r["predicted"] for r in records)
+    document = make_document(records, device_name(), ok=not differing)
+    if missing:
+        if args.json:
+            print(json.dumps(document, indent=1))
+        elif args.csv:
+            print(as_csv(records), end="")
+        progress(f"Emulated only; neither outputs nor counters of a GPU were compared: {missing}.")
+        return 0
+    emit(args, document, results_path(device_name(), "emulation"))
+    if differing:
+        progress(f"{differing} exact counters differ from the emulator")
+    return int(differing > 0)
+
+
+# --- emulated ----------------------------------------------------------------------------------------------
+
+
+def emulate_shape(shape: Shape, name: str, arch: str = DEFAULT_ARCH) -> EmulatedForward:
+    """A rung on a shape through the emulator; raises EmulationFault if that finds a fault."""
+    result = emulate_forward(*shape.tensors("cpu"), causal=shape.causal, kernel=name, arch=arch)
+    result.report.raise_for_faults()
+    return result
+
+
+def predicted_wavefronts(result: EmulatedForward, paths: tuple[str, ...]) -> tuple[int, int]:
+    """(ideal, actual) wavefronts of some paths together."""
+    found = [result.report.by_path().get(path, (0, 0)) for path in paths]
+    return sum(ideal for ideal, _ in found), sum(actual for _, actual in found)
+
+
+def _common(shape: Shape, name: str, arch: str) -> dict:
+    layout = resolve_kernel(name).config.layout.name
+    return {"name": name, "kind": "rung", **asdict(shape), "layout": layout, "arch": arch}
+
+
+def emulated_records(shape: Shape, name: str, arch: str = DEFAULT_ARCH) -> list[dict]:
+    """One record a path: ideal and predicted wavefronts."""
+    result = emulate_shape(shape, name, arch)
+    seconds = round(result.report.seconds_per_cta, 5)
+    return [
+        {**_common(shape, name, arch), "path": path, "ideal": ideal, "predicted": actual, "seconds_per_cta": seconds}
+        for path, (ideal, actual) in result.report.by_path().items()
+    ]
+
+
+# --- compared with the GPU ---------------------------------------------------------------------------------
+
+
+def compare_with_gpu(ncu: str) -> list[dict]:
+    """Records of outputs and of counters, for every shape and kernel."""
+    arch = arch_of_capability(torch.cuda.get_device_capability())
+    records, results = [], {}
+    for shape in SHAPES:
+        for name in KERNELS:
+            result = results[shape, name] = emulate_shape(shape, name, arch)
+            o, lse = _gpu_forward(shape, name)
+            difference = output_difference(result.o, o.cpu())
+            lse_error = _largest_difference(result.lse, lse.cpu())
+            seconds = round(result.report.seconds_per_cta, 5)
+            record = {"path": "o", **difference, "lse_error": lse_error, "seconds_per_cta": seconds}
+            records.append({**_common(shape, name, arch), **record})
+    counted = run_ncu(ncu)
+    for (shape, name), counters in zip(results, counted, strict=True):
+        for counter, (paths, exact) in COUNTERS.items():
+            ideal, predicted = predicted_wavefronts(results[shape, name], paths)
+            record = {"path": " + ".join(paths), "counter": counter, "exact": exact, "ideal": ideal}
+            record |= {"wavefronts": counters[counter], "predicted": predicted}
+            records.append({**_common(shape, name, arch), **record})
+    return records
+
+
+def _gpu_forward(shape: Shape, name: str):
+    return cute_fa.forward(*shape.tensors("cuda"), causal=shape.causal, kernel=name, return_lse=True)
+
+
+def launch_all() -> None:
+    """Launches every kernel once, in the order of ``compare_with_gpu``: what ncu runs."""
+    for shape in SHAPES:
+        for name in KERNELS:
+            _gpu_forward(shape, name)
+    torch.cuda.synchronize()
+
+
+def output_difference(a: torch.Tensor, b: torch.Tensor) -> dict:
+    """How far two outputs (..., D) of 16 bits are apart.
+
+    Returns:
+        ``equal``: share of elements with equal bits. ``max_ulp``: largest difference in units of the last place
+        of the larger of the two elements. ``max_row_ulp``: the same in units of the last place of the largest
+        element of the row, which the rounding errors of a sum over keys go by.
+    """
+    x, y = a.double(), b.double()
+    difference = (x - y).abs()
+    larger = torch.maximum(x.abs(), y.abs())
+    unit, row_unit = (_last_place(t, a.dtype) for t in (larger, larger.amax(-1, keepdim=True)))
+    return {
+        "equal": round((a == b).double().mean().item(), 6),
+        "max_ulp": round((difference / unit).max().item(), 3),
+        "max_row_ulp": round((difference / row_unit).max().item(), 3),
+    }
+
+
+def _last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    info = torch.finfo(dtype)
+    exponent = torch.floor(torch.log2(values.clamp(min=info.smallest_normal)))
+    return torch.exp2(exponent) * info.eps
+
+
+def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    equal = a == b  # also where both are infinite
+    return torch.where(equal, 0.0, (a - b).abs()).max().item()
+
+
+# --- Nsight Compute ----------------------------------------------------------------------------------------
+
+
+def run_ncu(ncu: str) -> list[dict[str, int]]:
+    """The counters of every launch of ``launch_all``, in order.
+
+    Raises:
+        RuntimeError: ncu failed, or did not see exactly the kernels that were launched.
+    """
+    command = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name", "regex:cute_fa"]
+    command += ["--metrics", ",".join(COUNTERS), sys.executable, "-c", _LAUNCHES]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    rows = parse_ncu(done.stdout)
+    expected = [name for _ in SHAPES for name in KERNELS]
+    seen = [row["Kernel Name"] for row in rows]
+    matching = len(seen) == len(expected) and all(name in full for name, full in zip(expected, seen, strict=True))
+    if done.returncode or not matching:
+        tail = (done.stdout + done.stderr)[-2000:]
+        raise RuntimeError(f"ncu (exit {done.returncode}) saw {len(seen)} launches, not the {len(expected)}:\n{tail}")
+    return [{counter: int(float(row[counter].replace(",", ""))) for counter in COUNTERS} for row in rows]
+
+
+# --- printed -----------------------------------------------------------------------------------------------
+
+
+def _print_tables(records: list[dict]) -> None:
+    outputs = [r for r in records if r["path"] == "o"]
+    if outputs:
+        headers = ["shape", "kernel", "bits equal", "max ulp", "max ulp of row", "lse error"]
+        rows = [
+            [_shape_of(r), r["name"], f"{r['equal']:.2%}", cell(r["max_ulp"]), cell(r["max_row_ulp"]),
+             cell(r["lse_error"], ".1e")] for r in outputs
+        ]  # fmt: skip
+        print(f"Outputs of the GPU and the emulator\n\n{plain_table(headers, rows)}\n")
+    rows = []
+    for r in (r for r in records if r["path"] != "o"):
+        counted = r.get("wavefronts")
+        difference = None if counted is None else counted - r["predicted"]
+        ways = r["predicted"] / r["ideal"] if r["ideal"] else None
+        numbers = [cell(r["ideal"], ","), cell(r["predicted"], ","), cell(ways, ".2f"), cell(counted, ",")]
+        rows.append([_shape_of(r), r["name"], r["path"], *numbers, cell(difference, "+,")])
+    headers = ["shape", "kernel", "path", "ideal", "emulated", "ways", "counted", "difference"]
+    print(f"Wavefronts of shared memory\n\n{plain_table(headers, rows)}")
+
+
+def _shape_of(record: dict) -> str:
+    return str(Shape(**{key: record[key] for key in Shape.__dataclass_fields__}))

@@ -1,0 +1,90 @@
+"""The comparison of emulator and GPU: its parts, and the committed results against the emulator of today."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from perf import emulation
+from perf.__main__ import main as perf_main
+from perf.emulation import COUNTERS, KERNELS, SHAPES, Shape
+from perf.results import RESULTS, slug
+
+FILES = sorted(RESULTS.glob("*/emulation.json"))
+
+
+def test_launches_that_ncu_did_not_see_are_an_error(tmp_path):
+    fake = tmp_path / "ncu"
+    fake.write_text("#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM'\nexit 1\n")
+    fake.chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"exit 1\) saw 0 launches, not the 16:(?s:.*)ERR_NVGPUCTRPERM"):
+        emulation.run_ncu(str(fake))
+
+
+def test_counters_are_taken_in_the_order_of_the_launches(tmp_path):
+    columns = ",".join(f'"{counter}"' for counter in COUNTERS)
+    names = [name for _ in SHAPES for name in KERNELS]
+    rows = [f'"{i}","cute_fa_{name}_0","1,{i:03}","32","8.0","4096"' for i, name in enumerate(names)]
+    text = "\n".join(["==PROF==", f'"ID","Kernel Name",{columns}', '"","","","","",""', *rows])
+    fake = tmp_path / "ncu"
+    fake.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+    fake.chmod(0o755)
+    ldsm, st, ld, ldgsts = COUNTERS
+    counted = emulation.run_ncu(str(fake))
+    assert [c[ldsm] for c in counted] == [1000 + i for i in range(16)]
+    assert counted[3] == {ldsm: 1003, st: 32, ld: 8, ldgsts: 4096}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_units_of_the_last_place(dtype):
+    a = torch.tensor([[1.0, 100.0, -3.0, 0.0]], dtype=dtype)
+    eps = torch.finfo(dtype).eps
+    assert emulation.output_difference(a, a) == {"equal": 1.0, "max_ulp": 0.0, "max_row_ulp": 0.0}
+    b = a.clone()
+    b[0, 0] += 2 * eps
+    difference = emulation.output_difference(a, b)
+    assert difference == {"equal": 0.75, "max_ulp": 2.0, "max_row_ulp": round(2 / 64, 3)}
+
+
+def test_inputs_are_the_same_every_time():
+    shape = Shape(5, 7, 64, dtype="fp16", H=4, H_kv=2)
+    (q, k, v), again = shape.tensors("cpu"), shape.tensors("cpu")
+    assert q.shape == (1, 5, 4, 64) and k.shape == v.shape == (1, 7, 2, 64) and q.dtype == torch.float16
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), again, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there and would be compared with")
+def test_without_a_gpu_the_emulated_wavefronts_are_shown(capsys):
+    assert perf_main(["emulate"]) == 0
+    printed = capsys.readouterr()
+    for path in ("cp.async", "ldmatrix", "ldmatrix.trans", "ld.shared", "st.shared"):
+        assert path in printed.out
+    assert "8.00" in printed.out and "no CUDA device" in printed.err
+
+
+@pytest.mark.skipif(not FILES, reason="no perf/results/*/emulation.json yet: python -m perf emulate writes it")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
+def test_committed_results_agree_with_the_emulator(path):
+    content = json.loads(path.read_text())
+    assert slug(content["device"]) == path.parent.name
+    fields = list(Shape.__dataclass_fields__)
+    runs = {}
+    for record in content["records"]:
+        shape = Shape(**{field: record[field] for field in fields})
+        runs.setdefault((shape, record["name"], record["arch"]), []).append(record)
+    assert {(shape, name) for shape, name, _ in runs} == {(shape, name) for shape in SHAPES for name in KERNELS}
+    for (shape, name, arch), records in runs.items():
+        result = emulation.emulate_shape(shape, name, arch)
+        for record in records:
+            if record["path"] == "o":
+                assert record["max_row_ulp"] <= 2 and record["lse_error"] < 1e-3
+                continue
+            paths, exact = COUNTERS[record["counter"]]
+            ideal, predicted = emulation.predicted_wavefronts(result, paths)
+            assert (record["ideal"], record["predicted"]) == (ideal, predicted)
+            if exact:
+                assert record["wavefronts"] == predicted
+            else:
+                assert record["wavefronts"] == pytest.approx(predicted, rel=1e-2)
