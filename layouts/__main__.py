@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from layouts.access import Path, array_paths, kernel_paths
 from layouts.banks import KernelReport, bank_map, kernel_report
-from layouts.checks import bijection_fault, latin_fault, require_vectors, tile_offsets
+from layouts.checks import bijection_fault, latin_fault, require_foldable_swizzle, require_vectors, tile_offsets
 from layouts.formula import FormulaLayout
 from layouts.parse import find_layout
 from layouts.search import rules_out, search
@@ -167,6 +167,7 @@ def _remarks(subject: Subject, report: KernelReport):
         for tile in tiles.values():
             try:
                 require_vectors(tile)
+                require_foldable_swizzle(tile)
             except ValueError as error:
                 yield f"NOT USABLE by the kernels: {error}."
                 return

@@ -27,7 +27,7 @@ ATOM_64B = SmemLayout("ATOM_64B", (8, 32), (32, 1), Swizzle(2, 3, 3))
 ATOM_32B = SmemLayout("ATOM_32B", (8, 16), (16, 1), Swizzle(1, 3, 3))
 
 # Swizzles put on row-major rows without an atom. The shift has to follow the length of the row: 3 is
-# right for 64 elements, 4 for 128; the other one leaves rows in pairs.
+# right for 64 elements, 4 for 128; the other one leaves rows in pairs, and kernels refuse it there.
 DIRECT_333 = SmemLayout("DIRECT_333", (1, COLS), (COLS, 1), Swizzle(3, 3, 3))
 DIRECT_334 = SmemLayout("DIRECT_334", (1, COLS), (COLS, 1), Swizzle(3, 3, 4))
 

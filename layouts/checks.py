@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
-from layouts.smem_layout import TileLayout
+from layouts.smem_layout import IDENTITY, TileLayout
 
 
 def listed(noun: str, values: Sequence[int]) -> str:
@@ -121,3 +122,34 @@ def require_vectors(tile: TileLayout, vector: int = 8) -> None:
     fault = bijection_fault(tile)
     if fault:
         raise ValueError(f"{name}: {fault}")
+
+
+@lru_cache(maxsize=256)
+def require_foldable_swizzle(tile: TileLayout, rows: int = 8) -> None:
+    """Refuses a swizzle that CuTe can't fold into the base address of each thread.
+
+    A thread's accesses lie whole multiples of ``rows`` rows and of a vector apart. CuTe's copies fold the
+    swizzle into the thread's first address and step on from it, which is right only if the bits that the
+    swizzle takes its XOR from are the same at every step: they may depend on row mod ``rows`` alone. Of
+    other layouts some happen to work, but some do not compile and some compile to wrong addresses (CuTe
+    DSL 4.8.1; seen by running the compiled kernel under random layouts).
+
+    Args:
+        tile: the layout over a tile of rows x cols elements.
+        rows: rows after which a thread's accesses repeat; 8 for ldmatrix and mma.m16n8k16.
+
+    Raises:
+        ValueError: naming the layout and two coordinates that are swizzled differently.
+    """
+    unswizzled = replace(tile, layout=replace(tile.layout, swizzle=IDENTITY))
+    moved = tile_offsets(tile) ^ tile_offsets(unswizzled)
+    expected = moved[np.arange(tile.tile[0]) % rows, 0]
+    different = np.argwhere(moved != expected[:, None])
+    if len(different):
+        row, col = map(int, different[0])
+        raise ValueError(
+            f"layout {tile.layout.name!r} ({tile.layout}) on a {tile.tile[0]}x{tile.tile[1]} tile: element "
+            f"({row}, {col}) is xored with {moved[row, col]} but ({row % rows}, 0) with {expected[row]}; a kernel's "
+            f"swizzle may depend on the row modulo {rows} alone (put it on an atom of {rows} rows, or let the shift "
+            f"follow the length of a row)"
+        )
