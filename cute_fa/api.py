@@ -11,7 +11,7 @@ from cute_fa.arch import arch_of_capability
 from cute_fa.compiled import get_compiled
 from cute_fa.emulator import DEFAULT_ARCH, emulated_launch
 from cute_fa.ladder import select
-from cute_fa.problem import VECTOR, AttentionProblem, check_no_grad, check_pointer
+from cute_fa.problem import MAX_ROW_STRIDE, VECTOR, AttentionProblem, check_no_grad, check_pointer
 from layouts import SmemLayout
 
 
@@ -63,8 +63,8 @@ def forward(
         if lse is not None:
             lse.fill_(-torch.inf)
     else:
-        if plan.unaligned:
-            q, k, v = (_align_rows(tensor) for tensor in (q, k, v))
+        if plan.awkward:
+            q, k, v = (_with_plain_strides(tensor) for tensor in (q, k, v))
         if problem.device.type == "cpu" or problem.device.index == torch.cuda.current_device():
             plan.launch(q, k, v, o, lse, scale)
         else:
@@ -79,7 +79,7 @@ class _Plan:
 
     problem: AttentionProblem
     launch: Callable | None  # None: no query or no key, nothing to launch
-    unaligned: bool  # whether q, k or v has strides that 16-byte accesses can't take
+    awkward: bool  # whether q, k or v has strides that the kernels can't take
 
 
 _MAX_PLANS = 4096
@@ -115,7 +115,7 @@ def _make_plan(q, k, v, causal, return_lse, kernel, layout) -> _Plan:
     else:
         raise ValueError(f"q, k and v must be on a CUDA device or the CPU, got {problem.device}")
     rung, config = select(problem, arch, kernel, layout)
-    unaligned = any(stride % VECTOR for tensor in (q, k, v) for stride in tensor.stride()[:3])
+    awkward = any(_is_awkward(tensor.stride()) for tensor in (q, k, v))
     launch = None
     if q.numel() and problem.seqlen_k:
         if problem.device.type == "cpu":
@@ -123,12 +123,17 @@ def _make_plan(q, k, v, causal, return_lse, kernel, layout) -> _Plan:
         else:
             with torch.cuda.device(problem.device):
                 launch = get_compiled(problem.static, rung, config, arch)
-    return _Plan(problem, launch, unaligned)
+    return _Plan(problem, launch, awkward)
 
 
-def _align_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with every row at a multiple of 16 bytes: a view if only extents of 1 are in the way."""
+def _is_awkward(strides: tuple[int, ...]) -> bool:
+    """Whether some row starts off a 16-byte boundary, or rows lie too far apart."""
+    return any(stride % VECTOR for stride in strides[:3]) or strides[1] > MAX_ROW_STRIDE
+
+
+def _with_plain_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with strides that the kernels take: a view if only extents of 1 are in the way."""
     strides = [stride if extent > 1 else VECTOR for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    if any(stride % VECTOR for stride in strides[:3]):
+    if _is_awkward(strides):
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.as_strided(tensor.shape, (*strides[:3], 1))

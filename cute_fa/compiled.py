@@ -91,7 +91,7 @@ def _compile(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str,
     dtype = _CUTE_DTYPES[static.dtype]
 
     def fake_bshd(seqlen, heads):
-        strides = tuple(cute.sym_int64(divisibility=VECTOR) for _ in range(3))
+        strides = tuple(sym(divisibility=VECTOR) for sym in (cute.sym_int64, cute.sym_int32, cute.sym_int64))
         shape = (batch, seqlen, heads, static.head_dim)
         return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=VECTOR_BYTES)
 

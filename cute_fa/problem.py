@@ -12,6 +12,7 @@ HEAD_DIMS = (64, 128)
 VECTOR_BYTES = 16
 VECTOR = VECTOR_BYTES // 2  # elements of 16 bits
 MAX_SEQLEN = 2**30  # positions and their sums stay within int32 in the kernels
+MAX_ROW_STRIDE = 2**24  # elements from one position to the next: 128 rows of a tile stay within int32
 MAX_CTAS = 2**31 - 1  # x extent of a grid
 
 
@@ -84,6 +85,11 @@ class AttentionProblem:
         if num_heads % num_heads_kv:
             raise ValueError(
                 f"q must have a number of heads that is a multiple of k's and v's ({num_heads_kv}), got {num_heads}"
+            )
+        if num_heads * head_dim > MAX_ROW_STRIDE:
+            raise ValueError(
+                f"q must have at most 2**24 elements a position (heads times head dimension), got "
+                f"{num_heads * head_dim}"
             )
         for name, seqlen in (("q", seqlen_q), ("k", seqlen_k)):
             if seqlen > MAX_SEQLEN:

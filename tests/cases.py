@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from cute_fa.ladder import LADDER
 from cute_fa.reference import attention_reference
+from layouts import CATALOG
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,17 @@ class Case:
         parts += [f"scale{self.softmax_scale}"] if self.softmax_scale is not None else []
         parts += [f"x{self.magnitude:g}"] if self.magnitude != 1.0 else []
         return "-".join(parts)
+
+
+def usable_layouts() -> list[tuple[int, str]]:
+    """(head_dim, name) of the catalog's layouts that the kernels take."""
+    found = []
+    for head_dim in (64, 128):
+        for name, layout in CATALOG.items():
+            with contextlib.suppress(ValueError):
+                LADDER[0].kernel.check(head_dim, replace(LADDER[0].config, layout=layout), "sm_80")
+                found.append((head_dim, name))
+    return found
 
 
 def assert_close(case: Case, q, k, v, o, lse) -> None:

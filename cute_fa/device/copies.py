@@ -29,12 +29,24 @@ def make_gmem_tiled_copies(dtype, tile_cols: int, num_threads: int):
     )
 
 
+def row_tile(tensor: cute.Tensor, first_row, num_rows: int) -> cute.Tensor:
+    """Rows ``first_row`` and on of a matrix (rows, cols) in global memory, as a tile (num_rows, cols).
+
+    The way to the tile is counted in 64 bits, the way within it in the 32 bits of the row stride.
+    """
+    row_stride = tensor.stride[0]
+    start = tensor.iterator + cutlass.Int64(first_row) * row_stride
+    layout = cute.make_layout((num_rows, tensor.shape[1]), stride=(row_stride, 1))
+    return cute.make_tensor(start.align(COPY_BITS // 8), layout)
+
+
 @cute.jit
 def copy_rows(tiled_copy: cute.TiledCopy, src: cute.Tensor, dst: cute.Tensor, rows: cute.Tensor, num_rows):
     """Copies a thread's share of a tile, rows at or past ``num_rows`` left out.
 
     ``src`` and ``dst`` are partitioned (CPY, CPY_M, CPY_K); ``rows`` is the identity tensor of the tile,
-    partitioned alike. cp.async writes zeros where a row is left out; a plain store writes nothing.
+    partitioned alike. cp.async writes zeros where a row is left out; a plain load or store does
+    nothing there.
     """
     pred = cute.make_rmem_tensor(cute.make_layout((1, src.shape[1], src.shape[2]), stride=(0, 1, 0)), cutlass.Boolean)
     for m in cutlass.range_constexpr(src.shape[1]):
@@ -44,16 +56,7 @@ def copy_rows(tiled_copy: cute.TiledCopy, src: cute.Tensor, dst: cute.Tensor, ro
 
 @cute.jit
 def store_accumulator(tiled_mma: cute.TiledMma, fragment: cute.Tensor, tile: cute.Tensor, tidx):
-    """Stores a thread's accumulator to a tile in shared memory, two neighbouring columns (4 bytes) at a time.
-
-    Each pair gets its own address from the tile's layout: with some swizzles the steps between a thread's
-    pairs depend on the thread, which a partitioned layout can't say.
-    """
-    thr_mma = tiled_mma.get_slice(tidx)
-    shape = (cute.size(tile, mode=[0]), cute.size(tile, mode=[1]))
-    coords = thr_mma.partition_C(cute.make_identity_tensor(shape))
-    for i in cutlass.range_constexpr(0, cute.size(fragment), 2):
-        pair = cute.make_rmem_tensor(2, fragment.element_type)
-        pair[0], pair[1] = fragment[i], fragment[i + 1]
-        address = (tile.iterator + cute.crd2idx(coords[i], tile.layout)).align(4)
-        cute.autovec_copy(pair, cute.make_tensor(address, cute.make_layout(2)))
+    """Stores a thread's accumulator to a tile in shared memory, two neighbouring columns (4 bytes) at a time."""
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), fragment.element_type, num_bits_per_copy=32)
+    thr_copy = cute.make_tiled_copy_C(atom, tiled_mma).get_slice(tidx)
+    cute.copy(atom, thr_copy.retile(fragment), thr_copy.partition_D(tile))

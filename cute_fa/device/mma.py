@@ -74,11 +74,10 @@ class SmemOperand:
         cute.copy(self.tiled_copy, self.smem[None, None, k], self.fragment_view[None, None, k])
         return self.fragment[None, None, k]
 
-
-def gemm_ss(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: SmemOperand, b: SmemOperand):
-    """acc += A B^T, both operands from shared memory."""
-    for k in range(a.num_k):
-        cute.gemm(tiled_mma, acc, a.load(k), b.load(k), acc)
+    def load_all(self):
+        """Loads the whole operand into its fragment."""
+        for k in range(self.num_k):
+            self.load(k)
 
 
 def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: SmemOperand):

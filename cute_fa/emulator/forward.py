@@ -126,11 +126,18 @@ def run_forward(
     num_m_blocks = -(-seqlen_q // config.tile_m)
     _refuse_hours(rung, config, q.shape, k.shape[1], causal)
     args = [
-        TensorArg(name, _as_numpy(tensor), dynamic_shape=(0, 1, 2), dynamic_strides=(0, 1, 2))
+        TensorArg(
+            name,
+            _as_numpy(tensor),
+            dynamic_shape=(0, 1, 2),
+            dynamic_strides=((0, np.int64), (1, np.int32), (2, np.int64)),
+        )
         for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o))
     ]
     if lse is not None:
-        args.append(TensorArg("lse", _as_numpy(lse), dynamic_shape=(0, 1, 2), dynamic_strides=(0, 1)))
+        args.append(
+            TensorArg("lse", _as_numpy(lse), dynamic_shape=(0, 1, 2), dynamic_strides=((0, np.int64), (1, np.int64)))
+        )
     args.append(np.float32(softmax_scale) * np.float32(LOG2_E))
     return emulate(
         ptx,

@@ -22,27 +22,32 @@ BATCH_THREADS = 2048
 class TensorArg:
     """A tensor parameter of a CuTe DSL kernel.
 
-    The DSL passes a tensor as a structure: the pointer, then the dynamic extents as 32-bit integers, then
-    the dynamic strides (in elements) as 64-bit integers; static ones are part of the code.
+    The DSL passes a tensor as a structure, its fields aligned as in C: the pointer, then the dynamic extents
+    as 32-bit integers, then the dynamic strides (in elements); static ones are part of the code.
 
     Args:
         name: what reports call the tensor.
         array: the elements, any strides; a 16-bit float as its bits. Read and written in place.
         dynamic_shape: modes whose extent is in the structure.
-        dynamic_strides: modes whose stride is in the structure.
+        dynamic_strides: (mode, NumPy integer type) of each stride that is in the structure.
     """
 
     name: str
     array: np.ndarray
     dynamic_shape: tuple[int, ...] = ()
-    dynamic_strides: tuple[int, ...] = ()
+    dynamic_strides: tuple[tuple[int, type], ...] = ()
 
     def pack(self, address: int) -> bytes:
         """The structure, with the tensor's first element at ``address``."""
-        shape = np.array([self.array.shape[m] for m in self.dynamic_shape], np.int32).tobytes()
-        shape += bytes(-len(shape) % 8)
-        strides = [self.array.strides[m] // self.array.itemsize for m in self.dynamic_strides]
-        return np.uint64(address).tobytes() + shape + np.array(strides, np.int64).tobytes()
+        fields = [("pointer", np.uint64), *((f"extent{mode}", np.int32) for mode in self.dynamic_shape)]
+        fields += [(f"stride{mode}", dtype) for mode, dtype in self.dynamic_strides]
+        packed = np.zeros((), np.dtype(fields, align=True))
+        packed["pointer"] = address
+        for mode in self.dynamic_shape:
+            packed[f"extent{mode}"] = self.array.shape[mode]
+        for mode, _ in self.dynamic_strides:
+            packed[f"stride{mode}"] = self.array.strides[mode] // self.array.itemsize
+        return packed.tobytes()
 
 
 def emulate(

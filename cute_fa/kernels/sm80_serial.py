@@ -2,7 +2,7 @@
 
 One CTA computes one tile of queries of one head; its warps own 16 query rows each:
 
-    load Q
+    load Q                       and keep this warp's 16 rows in registers
     for each tile of keys:
         load K and V             cp.async, 16 bytes a thread; wait for both
         acc_S  = Q K^T           ldmatrix, mma.sync
@@ -22,19 +22,18 @@ import cutlass.cute as cute
 
 from cute_fa.arch import get_arch
 from cute_fa.config import KernelConfig
-from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies, store_accumulator
+from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies, row_tile, store_accumulator
 from cute_fa.device.mask import mask_scores
 from cute_fa.device.mma import (
     SmemOperand,
     acc_as_operand_a,
     acc_as_rows,
     gemm_rs,
-    gemm_ss,
     make_ldmatrix_atom,
     make_tiled_mma,
 )
 from cute_fa.device.softmax import LOG2_E, OnlineSoftmax
-from layouts.checks import require_vectors
+from layouts.checks import require_foldable_swizzle, require_vectors
 from layouts.cute_adapter import to_cute
 
 SMEM_ALIGNMENT = 1024  # bytes; each buffer starts at bank 0
@@ -58,7 +57,9 @@ class Sm80Serial:
         if config.tile_m % (16 * num_warps):
             raise ValueError(f"tile_m must be a multiple of 16 rows for each of {num_warps} warps, got {config.tile_m}")
         for rows in {config.tile_m, config.tile_n}:
-            require_vectors(config.layout.on(rows, head_dim))
+            tile = config.layout.on(rows, head_dim)
+            require_vectors(tile)
+            require_foldable_swizzle(tile)
         needed, limit = Sm80Serial.smem_bytes(head_dim, config), get_arch(arch).smem_per_cta
         if needed > limit:
             raise ValueError(
@@ -118,11 +119,9 @@ class Sm80Serial:
         batch = cta // num_m_blocks // num_heads
         head_kv = head // (num_heads // num_heads_kv)
 
-        # Tiles in global memory: (tile, D), those of K and V with the block as a further mode.
-        gQ = cute.local_tile(mQ[batch, None, head, None], (tile_m, head_dim), (m_block, 0))
-        gO = cute.local_tile(mO[batch, None, head, None], (tile_m, head_dim), (m_block, 0))
-        gK = cute.local_tile(mK[batch, None, head_kv, None], (tile_n, head_dim), (None, 0))
-        gV = cute.local_tile(mV[batch, None, head_kv, None], (tile_n, head_dim), (None, 0))
+        # Tiles in global memory: (tile, D).
+        gQ = row_tile(mQ[batch, None, head, None], m_block * tile_m, tile_m)
+        gO = row_tile(mO[batch, None, head, None], m_block * tile_m, tile_m)
 
         # Tiles in shared memory. O takes the place of Q, which is no longer needed by then.
         smem = cutlass.memory.SmemAllocator()
@@ -137,8 +136,7 @@ class Sm80Serial:
         tQcQ = thr_load.partition_S(cute.make_identity_tensor((tile_m, head_dim)))
         tKcK = thr_load.partition_S(cute.make_identity_tensor((tile_n, head_dim)))
         tQgQ, tQsQ = thr_load.partition_S(gQ), thr_load.partition_D(sQ)
-        tKgK, tKsK = thr_load.partition_S(gK), thr_load.partition_D(sK)
-        tVgV, tVsV = thr_load.partition_S(gV), thr_load.partition_D(sV)
+        tKsK, tVsV = thr_load.partition_D(sK), thr_load.partition_D(sV)
 
         tiled_mma = make_tiled_mma(dtype, self.config.num_threads // 32)
         thr_mma = tiled_mma.get_slice(tidx)
@@ -158,19 +156,24 @@ class Sm80Serial:
         if cutlass.const_expr(self.causal):
             num_keys = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + tile_m))
 
-        # A group of its own, for the CTA whose queries see no key: a wait leaves open groups alone.
-        copy_rows(load_copy, tQgQ, tQsQ, tQcQ, seqlen_q - m_block * tile_m)
+        queries_left = seqlen_q - m_block * tile_m
+        copy_rows(load_copy, tQgQ, tQsQ, tQcQ, queries_left)
         cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        tSrQ.load_all()
         for n_block in cutlass.range(cute.ceil_div(num_keys, tile_n), unroll=1):
             keys_left = seqlen_k - n_block * tile_n
-            copy_rows(load_copy, tKgK[None, None, None, n_block], tKsK, tKcK, keys_left)
-            copy_rows(load_copy, tVgV[None, None, None, n_block], tVsV, tKcK, keys_left)
+            gK = row_tile(mK[batch, None, head_kv, None], n_block * tile_n, tile_n)
+            gV = row_tile(mV[batch, None, head_kv, None], n_block * tile_n, tile_n)
+            copy_rows(load_copy, thr_load.partition_S(gK), tKsK, tKcK, keys_left)
+            copy_rows(load_copy, thr_load.partition_S(gV), tVsV, tKcK, keys_left)
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
 
             acc_S.fill(0.0)
-            gemm_ss(tiled_mma, acc_S, tSrQ, tSrK)
+            gemm_rs(tiled_mma, acc_S, tSrQ.fragment, tSrK)
 
             diagonal = first_diagonal - n_block * tile_n
             needs_mask = keys_left < tile_n
@@ -193,14 +196,12 @@ class Sm80Serial:
                         mLSE[batch, head, row] = lse[r]
 
         # O: registers -> shared memory, two elements a thread and store; then out in 16-byte vectors.
-        # A CTA whose queries see no key has not yet waited for Q, whose place O takes.
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
+        # A warp stores to the rows of Q that it alone has read.
         rO = cute.make_rmem_tensor(acc_O.layout, dtype)
         rO.store(acc_O.load().to(dtype))
         store_accumulator(tiled_mma, rO, sO, tidx)
         cute.arch.sync_threads()
         tOsO, tOgO = thr_store.partition_S(sO), thr_store.partition_D(gO)
         tOrO = cute.make_fragment_like(tOgO, dtype)
-        cute.copy(store_copy, tOsO, tOrO)
-        copy_rows(store_copy, tOrO, tOgO, tQcQ, seqlen_q - m_block * tile_m)
+        copy_rows(store_copy, tOsO, tOrO, tQcQ, queries_left)
+        copy_rows(store_copy, tOrO, tOgO, tQcQ, queries_left)

@@ -60,6 +60,8 @@ BAD_INPUTS = [
         k=tensor(2, 1, 4, 64).expand(2, 2**30 + 1, 4, 64), v=tensor(2, 1, 4, 64).expand(2, 2**30 + 1, 4, 64)),
     bad("too many rows", ValueError, r"q must have at most 2\*\*31 - 1 rows",
         q=tensor(2, 1, 4, 64).expand(2, 2**30, 4, 64)),
+    bad("too many heads", ValueError, r"q must have at most 2\*\*24 elements a position",
+        q=tensor(2, 1, 1, 64).expand(2, 7, 2**20, 64)),
     bad("another device", ValueError, r"k must be on the device of q \(cpu|cuda:0\), got a tensor on meta",
         k=tensor(2, 5, 4, 64, device="meta")),
     bad("requires grad", ValueError, r"v must not require gradients.*no backward",

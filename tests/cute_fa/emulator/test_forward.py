@@ -21,7 +21,7 @@ from cute_fa.emulator import (
 )
 from cute_fa.ladder import KERNELS
 from cute_fa.problem import StaticProblem
-from layouts import CATALOG, COLS, SmemLayout, Swizzle
+from layouts import CATALOG
 from tests.cases import Case, assert_close
 
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -108,8 +108,6 @@ def test_without_lse(generator):
 
 # --- wavefronts --------------------------------------------------------------------------------------------
 
-SWIZZLE_ON_ROWS = SmemLayout("SWIZZLE_333_ON_ROWS", (8, COLS), (COLS, 1), Swizzle(3, 3, 3))
-
 
 @pytest.mark.parametrize(
     ("layout", "head_dim", "ldmatrix", "store"),
@@ -120,8 +118,7 @@ SWIZZLE_ON_ROWS = SmemLayout("SWIZZLE_333_ON_ROWS", (8, COLS), (COLS, 1), Swizzl
         (CATALOG["SWIZZLE_333"], 128, 1, 1),
         (CATALOG["PADDED_8"], 64, 1, 1),
         (CATALOG["PADDED_8"], 128, 1, 1),
-        (SWIZZLE_ON_ROWS, 64, 1, 1),
-        (SWIZZLE_ON_ROWS, 128, 2, 2),
+        (CATALOG["SWIZZLE_233"], 128, 2, 2),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -143,7 +140,7 @@ def test_ideal_wavefronts_follow_from_the_tiles(generator):
     q_ldmatrix, k_ldmatrix, v_ldmatrix = vectors, 4 * vectors, 4 * vectors  # every warp reads all of K and V
     assert report.by_path() == {
         "cp.async": (ctas * (1 + 2 * tiles) * vectors,) * 2,
-        "ldmatrix": (ctas * tiles * (q_ldmatrix + k_ldmatrix),) * 2,
+        "ldmatrix": (ctas * (q_ldmatrix + tiles * k_ldmatrix),) * 2,
         "ldmatrix.trans": (ctas * tiles * v_ldmatrix,) * 2,
         "ld.shared": (ctas * vectors,) * 2,
         "st.shared": (ctas * vectors,) * 2,
@@ -193,8 +190,10 @@ def test_progress_is_written_after_some_seconds(monkeypatch, capsys, generator):
 def test_a_grid_of_nothing():
     rung = KERNELS["kernel2"]
     ptx = get_artifacts(StaticProblem(BF16, 64, False, True), rung, rung.config, "sm_80").ptx
-    empty = [TensorArg("t", np.zeros((0, 0, 0, 64), np.int16), (0, 1, 2), (0, 1, 2))] * 4
-    lse = TensorArg("lse", np.zeros((0, 0, 0), np.float32), (0, 1, 2), (0, 1))
+    empty = [
+        TensorArg("t", np.zeros((0, 0, 0, 64), np.int16), (0, 1, 2), ((0, np.int64), (1, np.int32), (2, np.int64)))
+    ] * 4
+    lse = TensorArg("lse", np.zeros((0, 0, 0), np.float32), (0, 1, 2), ((0, np.int64), (1, np.int64)))
     report = emulate(ptx, (0, 1, 1), (128, 1, 1), [*empty, lse, np.float32(1)], rung.kernel.smem_bytes(64, rung.config))
     assert report.num_ctas == 0 and not report.faults and not report.wavefronts
 
@@ -202,6 +201,8 @@ def test_a_grid_of_nothing():
 def test_tensors_whose_dynamic_modes_do_not_match_the_kernel():
     rung = KERNELS["kernel2"]
     ptx = get_artifacts(StaticProblem(BF16, 64, False, False), rung, rung.config, "sm_80").ptx
-    tensor = TensorArg("q", np.zeros((1, 1, 1, 64), np.int16), (0, 1, 2, 3), (0, 1, 2, 3))
+    tensor = TensorArg(
+        "q", np.zeros((1, 1, 1, 64), np.int16), (0, 1, 2, 3), tuple((mode, np.int64) for mode in range(4))
+    )
     with pytest.raises(EmulationError, match=r"argument 0 \(q\) takes 56 bytes, but the kernel's parameter has 48"):
         emulate(ptx, (1, 1, 1), (128, 1, 1), [tensor] * 4 + [np.float32(1)], 49152)
