@@ -19,6 +19,7 @@ import cute_fa
 from cute_fa.arch import arch_of_capability, get_arch
 from cute_fa.emulator import DEFAULT_ARCH, EmulatedForward, emulate_forward
 from cute_fa.ladder import LADDER, resolve_kernel
+from layouts import SmemLayout
 from perf.bank_table import find_ncu, parse_ncu
 from perf.output import add_output_arguments, as_csv, cell, emit, plain_table, progress, wants_tables
 from perf.results import ROOT, device_name, make_document, results_path
@@ -111,9 +112,16 @@ def main(args: argparse.Namespace) -> int:
 # --- emulated ----------------------------------------------------------------------------------------------
 
 
-def emulate_shape(shape: Shape, name: str, arch: str = DEFAULT_ARCH) -> EmulatedForward:
-    """A rung on a shape through the emulator; raises EmulationFault if that finds a fault."""
-    result = emulate_forward(*shape.tensors("cpu"), causal=shape.causal, kernel=name, arch=arch)
+def emulate_shape(
+    shape: Shape, name: str, arch: str = DEFAULT_ARCH, layout: SmemLayout | None = None
+) -> EmulatedForward:
+    """A rung, under its own layout or another, on a shape through the emulator.
+
+    Raises:
+        EmulationFault: the emulator found a fault of the kernel.
+        ValueError: the rung can't take the layout.
+    """
+    result = emulate_forward(*shape.tensors("cpu"), causal=shape.causal, kernel=name, layout=layout, arch=arch)
     result.report.raise_for_faults()
     return result
 
@@ -129,17 +137,23 @@ def predicted_wavefronts(result: EmulatedForward, paths: tuple[str, ...]) -> tup
     return sum(ideal for ideal, _ in found), sum(actual for _, actual in found)
 
 
-def _common(shape: Shape, name: str, arch: str) -> dict:
-    layout = resolve_kernel(name).config.layout.name
-    return {"name": name, "kind": "rung", **asdict(shape), "layout": layout, "arch": arch}
+def _common(shape: Shape, name: str, arch: str, layout: SmemLayout | None = None) -> dict:
+    layout = layout or resolve_kernel(name).config.layout
+    return {"name": name, "kind": "rung", **asdict(shape), "layout": layout.name, "arch": arch}
 
 
-def emulated_records(shape: Shape, name: str, arch: str = DEFAULT_ARCH) -> list[dict]:
-    """One record a path: ideal and predicted wavefronts."""
-    result = emulate_shape(shape, name, arch)
+def emulated_records(shape: Shape, name: str, arch: str = DEFAULT_ARCH, layout: SmemLayout | None = None) -> list[dict]:
+    """One record a path: ideal and predicted wavefronts. Raises as ``emulate_shape``."""
+    result = emulate_shape(shape, name, arch, layout)
     seconds = round(result.report.seconds_per_cta, 5)
     return [
-        {**_common(shape, name, arch), "path": path, "ideal": ideal, "predicted": actual, "seconds_per_cta": seconds}
+        {
+            **_common(shape, name, arch, layout),
+            "path": path,
+            "ideal": ideal,
+            "predicted": actual,
+            "seconds_per_cta": seconds,
+        }
         for path, (ideal, actual) in result.report.by_path().items()
     ]
 
@@ -252,18 +266,23 @@ def print_tables(records: list[dict]) -> None:
              cell(r["lse_error"], ".1e")] for r in outputs
         ]  # fmt: skip
         print(f"Outputs of the GPU and the emulator\n\n{plain_table(headers, rows)}\n")
+    print(f"Wavefronts of shared memory\n\n{wavefront_table(records)}\n")
+    seconds = {(_shape_of(r), r["name"]): r["seconds_per_cta"] for r in records if "seconds_per_cta" in r}
+    rows = [[*which, cell(1e3 * each, ".1f")] for which, each in seconds.items()]
+    print(f"Time of the emulator\n\n{plain_table(['shape', 'kernel', 'ms a CTA'], rows)}")
+
+
+def wavefront_table(records: list[dict]) -> str:
+    """Ideal and emulated wavefronts by path, and what a GPU counted where it did."""
     rows = []
     for r in (r for r in records if r["path"] != "o"):
         counted = r.get("wavefronts")
         difference = None if counted is None else counted - r["predicted"]
         ways = r["predicted"] / r["ideal"] if r["ideal"] else None
         numbers = [cell(r["ideal"], ","), cell(r["predicted"], ","), cell(ways, ".2f"), cell(counted, ",")]
-        rows.append([_shape_of(r), r["name"], r["path"], *numbers, cell(difference, "+,")])
+        rows.append([_shape_of(r), f"{r['name']} {r['layout']}", r["path"], *numbers, cell(difference, "+,")])
     headers = ["shape", "kernel", "path", "ideal", "emulated", "ways", "counted", "difference"]
-    print(f"Wavefronts of shared memory\n\n{plain_table(headers, rows)}\n")
-    seconds = {(_shape_of(r), r["name"]): r["seconds_per_cta"] for r in records if "seconds_per_cta" in r}
-    rows = [[*which, cell(1e3 * each, ".1f")] for which, each in seconds.items()]
-    print(f"Time of the emulator\n\n{plain_table(['shape', 'kernel', 'ms a CTA'], rows)}")
+    return plain_table(headers, rows)
 
 
 def _shape_of(record: dict) -> str:

@@ -14,12 +14,14 @@ from perf import inspect_table, results
 from perf.cases import Case, add_case_arguments, cases_from, is_default_set, positive_int
 from perf.contestants import Contestant, Unavailable, add_rung_arguments, rungs_from
 from perf.correctness import ErrorCheck
+from perf.emulation import Shape, emulated_records, wavefront_table
 from perf.output import add_output_arguments, cell, emit, plain_table, progress, wants_tables
 from perf.peers import MATMUL_SIZE, PEERS, SDPA_FLASH, matmul_call
 from perf.resources import resources_of
 from perf.timing import time_interleaved
 
 CASE_BUDGET_S = 1.5
+EMULATED_LENGTHS = (256, 256)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +44,10 @@ def main(args: argparse.Namespace) -> int:
         progress(f"python -m perf: error: {error}")
         return 2
     if not torch.cuda.is_available():
-        return inspect_table.main(args)
+        status = inspect_table.main(args)
+        if wants_tables(args):
+            print(f"\n{_emulated(args)}")
+        return status
 
     ceiling = _ceiling_record(args)
     records, failures = [ceiling], []
@@ -66,6 +71,20 @@ def main(args: argparse.Namespace) -> int:
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _emulated(args) -> str:
+    """What the emulator counts when it runs the chosen rungs under the chosen layouts."""
+    records, notes = [], []
+    for head_dim in args.head_dim:
+        shape = Shape(*EMULATED_LENGTHS, head_dim, dtype=args.dtype)
+        for contestant in rungs_from(args):
+            progress(f"emulating {contestant.label}, D={head_dim}")
+            try:
+                records += emulated_records(shape, contestant.name, layout=contestant.layout)
+            except ValueError as error:
+                notes.append(f"{contestant.label} not emulated: {error}")
+    return "\n".join(["Emulated on the CPU, the compiled kernels themselves:", wavefront_table(records), *notes])
 
 
 def _default_path(args):
