@@ -80,9 +80,9 @@ def _table(records: list[dict]) -> str:
         label = [f"{record['name']} {record['layout']}", record["arch"], record["D"]]
         label.append("causal" if record["causal"] else "full")
         if "reason" in record:
-            notes.append(f"{label[0]} not built for {record['arch']}, D={record['D']}: {record['reason']}")
+            notes.append(f"{label[0]} not built at D={record['D']}: {record['reason']}")
             continue
         keys = ("registers", "stack_bytes", "smem_bytes", "ctas_per_sm")
         counts = [record["instructions"][family] for family in FAMILIES]
         rows.append([*label, *(cell(record[key]) for key in keys), cell(record["occupancy"], ".0%"), *counts])
-    return "\n".join([plain_table(headers, rows), *notes])
+    return "\n".join([plain_table(headers, rows), *dict.fromkeys(notes)])

@@ -121,6 +121,67 @@ def tests_table() -> str:
     return "\n\n".join(blocks) or NOT_MEASURED
 
 
+def banks_table() -> str:
+    """The bank model beside the counters, one row an instruction: accesses, and how many were predicted exactly."""
+    blocks = []
+    for document in _documents("bank_table"):
+        instructions: dict[str, list[dict]] = {}
+        for record in document["records"]:
+            instructions.setdefault(record["instruction"], []).append(record)
+        rows = [
+            [
+                f"`{instruction}`",
+                str(len(records)),
+                str(sum(record["predicted"] == record["measured"] for record in records)),
+                f"{max(record['ways'] for record in records)}",
+                f"{sum(record['measured'] for record in records):,}",
+            ]
+            for instruction, records in instructions.items()
+        ]
+        headers = ["instruction", "(layout, path) pairs", "predicted exactly", "worst ways", "wavefronts"]
+        blocks.append(f"{_caption(document)}.\n\n{markdown_table(headers, rows)}")
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def emulation_table() -> str:
+    """Emulated wavefronts beside the counters, summed over all shapes; and how close the outputs are."""
+    blocks = []
+    for document in _documents("emulation"):
+        counted: dict[tuple[str, str], list[dict]] = {}
+        for record in document["records"]:
+            if "counter" in record:
+                counted.setdefault((record["name"], record["path"]), []).append(record)
+        rows = []
+        for (name, path), records in counted.items():
+            sums = [sum(record[key] for record in records) for key in ("ideal", "predicted", "wavefronts")]
+            equal = sum(record["predicted"] == record["wavefronts"] for record in records)
+            rows.append([name, path, *(f"{value:,}" for value in sums), f"{equal} of {len(records)}"])
+        headers = ["kernel", "path", "ideal", "emulated", "counted", "shapes equal"]
+        outputs = [record for record in document["records"] if record["path"] == "o"]
+        bits = min(record["equal"] for record in outputs)
+        worst = max(record["max_row_ulp"] for record in outputs)
+        close = f"outputs of GPU and emulator: at least {bits:.1%} of the elements have equal bits, none is more than "
+        close += f"{worst:.1f} units of the last place of its row's largest element away"
+        blocks.append(f"{_caption(document)}; {close}.\n\n{markdown_table(headers, rows, text_columns=2)}")
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def emulation_time_table() -> str:
+    """Milliseconds a CTA that the emulator took."""
+    blocks = []
+    for document in _documents("emulation"):
+        rows = []
+        for record in document["records"]:
+            if record["path"] == "o":
+                lengths = f"{record['S_q']}x{record['S_k']}"
+                mask = "causal" if record["causal"] else "full"
+                time = cell(1e3 * record["seconds_per_cta"], ".1f")
+                rows.append([record["name"], lengths, mask, str(record["D"]), time])
+        headers = ["kernel", "S", "mask", "D", "ms a CTA"]
+        blocks.append(f"{_caption(document)}.\n\n{markdown_table(headers, rows, text_columns=3)}")
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "ladder": ladder_table,
     "timing_bf16": lambda: timing_table("timing_bf16"),
@@ -129,6 +190,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "resources": resources_table,
     "host": host_table,
     "tests": tests_table,
+    "banks": banks_table,
+    "emulation": emulation_table,
+    "emulation_time": emulation_time_table,
 }
 
 
