@@ -1,0 +1,22 @@
+"""The README's example runs, as it stands but for the device and the sizes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_example_runs_on_the_cpu():
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    small = code.replace('"cuda"', '"cpu"').replace("4096", "70")
+    assert small.count("70") == 2 and "cuda" not in small
+    names: dict = {}
+    exec(small, names)
+    q, results = names["q"], [names[name] for name in ("o", "o1", "o2", "o3")]
+    assert q.shape == (4, 70, 16, 128) and names["lse"].shape == (4, 16, 70)
+    # Layouts move data, they don't change it.
+    assert all(torch.equal(result, results[0]) for result in results)
