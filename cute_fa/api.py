@@ -37,7 +37,7 @@ def forward(
         k, v: (B, S_k, H_kv, D), of the same dtype; H is a multiple of H_kv (each head of k and v serves
             H / H_kv heads of q).
         causal: query i sees keys up to i + S_k - S_q: the last query sees the last key.
-        softmax_scale: greater than 0 (2**-126 to 2**126); 1 / sqrt(D) when None.
+        softmax_scale: greater than 0 (2**-126 to 2**64); 1 / sqrt(D) when None.
         return_lse: also return the log-sum-exp of the scaled scores.
         kernel: a rung of the ladder ("kernel1", ...), or "auto" for the best.
         layout: another shared-memory layout for that kernel, by its name in the catalog or as a value.

@@ -107,15 +107,15 @@ class AttentionProblem:
 
         Raises:
             TypeError: not a number.
-            ValueError: outside of 2**-126 to 2**126. The running maximum is taken over unscaled scores, whose
+            ValueError: outside of 2**-126 to 2**64. The running maximum is taken over unscaled scores, whose
                 order a scale of 0 or less would not keep, and the kernels scale in float32.
         """
         if scale is None:
             return 1.0 / math.sqrt(self.head_dim)
         if isinstance(scale, bool) or not isinstance(scale, int | float):
             raise TypeError(f"softmax_scale must be a float or None, got {type(scale).__name__}")
-        if not 2.0**-126 <= scale <= 2.0**126:
-            raise ValueError(f"softmax_scale must be greater than 0, from 2**-126 to 2**126, got {scale}")
+        if not 2.0**-126 <= scale <= 2.0**64:
+            raise ValueError(f"softmax_scale must be greater than 0, from 2**-126 to 2**64, got {scale}")
         return float(scale)
 
 
