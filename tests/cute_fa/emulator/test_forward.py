@@ -129,7 +129,7 @@ def test_conflicts_of_layouts(layout, head_dim, ldmatrix, store, generator):
     assert ways["ldmatrix"] == ways["ldmatrix.trans"] == ldmatrix
     assert ways["st.shared"] == store
     # Eight padded rows begin at eight places of a 128-byte line, and copies that leave it split (docs/banks.md).
-    assert ways["cp.async"] == ((1 + 2 + 6 * 3) / 8 if layout == "PADDED_8" else 1)
+    assert ways["cp.async"] == ((1 + 2 + 6 * 3) / 8 if layout == CATALOG["PADDED_8"] else 1)
     assert ways["ld.shared"] == 1
 
 
