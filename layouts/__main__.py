@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layouts.access import Path, array_paths, kernel_paths
-from layouts.banks import KernelReport, bank_map, kernel_report
+from layouts.banks import BankReport, KernelReport, bank_map, kernel_report
 from layouts.checks import bijection_fault, latin_fault, require_foldable_swizzle, require_vectors, tile_offsets
 from layouts.formula import FormulaLayout
 from layouts.parse import find_layout
@@ -84,8 +84,12 @@ def _table(rows: Sequence[Sequence[object]], headings: Sequence[str]) -> str:
     return "\n".join([line(headings), line(["-" * width for width in widths]), *map(line, cells)])
 
 
-def _verdict(ways: int) -> str:
-    return "free" if ways <= 1 else f"{ways}-way conflict"
+def _verdict(report: BankReport) -> str:
+    if report.ways > 1:
+        return f"{report.ways}-way conflict"
+    if report.line_splits:
+        return f"no conflict, {report.degree:.3g}x: phases straddle 128-byte lines"
+    return "free"
 
 
 def _records(report: KernelReport) -> list[dict]:
@@ -126,14 +130,14 @@ def show(args) -> int:
 
 
 def check(args) -> int:
-    """Prints what every path costs under a layout; 1 with --fail if one conflicts."""
+    """Prints what every path costs under a layout; 1 with --fail if one has a bank conflict."""
     subject = _subject(args.layout, args)
     report = kernel_report(subject.layout, subject.paths)
     if args.json:
         print(json.dumps(_records(report), indent=2))
     else:
         print(f"{subject.title}\n{subject.where}\n")
-        rows = [(one.path.name, one.ways, one.wavefronts, one.ideal, _verdict(one.ways)) for one in report.reports]
+        rows = [(one.path.name, one.ways, one.wavefronts, one.ideal, _verdict(one)) for one in report.reports]
         print(_table(rows, ("path", "ways", "wavefronts", "ideal", "verdict")))
         print()
         for line in _remarks(subject, report):
@@ -149,7 +153,7 @@ def _remarks(subject: Subject, report: KernelReport):
     if any(one.path.per_iteration for one in report.reports):
         iteration = report.iteration
         yield (
-            f"a KV iteration of a CTA: {iteration.wavefronts()} wavefronts, {iteration.ideal()} without conflicts; "
+            f"a KV iteration of a CTA: {iteration.wavefronts()} wavefronts, {iteration.ideal()} at best; "
             f"effective bandwidth = peak / {report.degree:.2f}."
         )
     tiles = {path.buffer: subject.layout.on(*path.tile) for path in subject.paths}
@@ -210,7 +214,7 @@ def compare(args) -> int:
 
 
 def run_search(args) -> int:
-    """Prints every swizzle and padding that is free on all paths, cheapest first."""
+    """Prints every swizzle and padding that is free of bank conflicts on all paths, cheapest first."""
     paths = kernel_paths(args.head_dim, *args.tile, args.threads)
     if args.path:
         known = [path.name for path in paths]
@@ -225,6 +229,8 @@ def run_search(args) -> int:
                 "layout": str(one.layout),
                 "bytes": one.bytes,
                 "padding": one.padding,
+                "wavefronts": one.wavefronts,
+                "ideal": one.ideal,
                 "mode": one.mode,
                 "rules_out": list(one.rules_out),
             }
@@ -232,13 +238,22 @@ def run_search(args) -> int:
         ]
         print(json.dumps(records, indent=2))
         return 0
-    print(f"free on {', '.join(path.name for path in paths)}")
+    print(f"free of bank conflicts on {', '.join(path.name for path in paths)}")
     print(f"head_dim {args.head_dim}, tile {args.tile[0]}x{args.tile[1]}, {args.threads} threads, 16-bit elements\n")
     rows = [
-        (str(one.layout), one.bytes, one.padding, one.mode or "-", ", ".join(one.rules_out) or "nothing")
+        (
+            str(one.layout),
+            one.bytes,
+            one.padding,
+            one.wavefronts,
+            f"{one.wavefronts / one.ideal:.2f}",
+            one.mode or "-",
+            ", ".join(one.rules_out) or "nothing",
+        )
         for one in found
     ]
-    print(_table(rows, ("layout", "bytes", "padding", "swizzle mode", "rules out")) if rows else "none found")
+    headings = ("layout", "bytes", "padding", "wavefronts", "over ideal", "swizzle mode", "rules out")
+    print(_table(rows, headings) if rows else "none found")
     return 0
 
 
@@ -250,7 +265,7 @@ def draw(args) -> int:
     chosen = [path for path in subject.paths if path.name == args.path] if args.path else subject.paths
     if not chosen:
         raise ValueError(f"no path named {args.path!r}; there are {', '.join(path.name for path in subject.paths)}")
-    worst = max(kernel_report(subject.layout, chosen).reports, key=lambda one: one.ways)
+    worst = max(kernel_report(subject.layout, chosen).reports, key=lambda one: (one.ways, one.degree))
     picture = pictures.layout_and_path(subject.layout, subject.tile, subject.element_bytes, worst, subject.num_banks)
     pictures.save(picture, args.out)
     print(args.out)
@@ -289,14 +304,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--window", type=_tile, help="rows x columns to print (default: at most 16x128)")
     command.add_argument("--color", choices=("auto", "always", "never"), default="auto")
     command = add("check", check, [kernel, as_json])
-    command.add_argument("--fail", action="store_true", help="exit with 1 if a path conflicts")
+    command.add_argument("--fail", action="store_true", help="exit with 1 if a path has a bank conflict")
     command = add("compare", compare, [kernel, as_json])
     command.add_argument("other", help="the second layout")
     command = add("search", run_search, [kernel, as_json], takes_layout=False)
     command.add_argument("--path", action="append", help="only this path (may be repeated; default: all)")
     command = add("draw", draw, [kernel])
     command.add_argument("--out", required=True, help="file to write: .svg or .png")
-    command.add_argument("--path", help="the path to show (default: the one with the worst conflict)")
+    command.add_argument("--path", help="the path to show (default: the worst)")
     command = add("gallery", gallery, takes_layout=False)
     command.add_argument("--out", default="docs/images", help="folder to write to (default docs/images)")
     return parser

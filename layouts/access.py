@@ -16,6 +16,7 @@ The four 8x8 matrices of an ldmatrix.x4 are addressed by lanes 0-7, 8-15, 16-23 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
@@ -26,6 +27,31 @@ MATRIX_ROW_BYTES = 16
 # Where the matrices of one instruction lie, in the order of the lanes that address them.
 _ROWS_FIRST = ((0, 0), (8, 0), (0, 8), (8, 8))
 _COLS_FIRST = ((0, 0), (0, 8), (8, 0), (8, 8))
+
+
+class AccessKind(Enum):
+    """How the hardware serves an access; the phases of the kinds take different numbers of wavefronts."""
+
+    LOAD = "ld"
+    STORE = "st"
+    LDMATRIX = "ldmatrix"
+    ASYNC_COPY = "cp.async"
+
+    @classmethod
+    def of(cls, instruction: str) -> AccessKind:
+        """The kind of a PTX instruction, or of the start of one such as "ld.shared".
+
+        stmatrix counts as a store, which nothing here measured.
+
+        Raises:
+            ValueError: it is no access to shared memory that the model knows.
+        """
+        kinds = {"ldmatrix": cls.LDMATRIX, "stmatrix": cls.STORE, "cp.async": cls.ASYNC_COPY}
+        kinds |= {"ld.shared": cls.LOAD, "st.shared": cls.STORE}
+        for prefix, kind in kinds.items():
+            if instruction.startswith(prefix):
+                return kind
+        raise ValueError(f"instruction must start with {', '.join(kinds)}; got {instruction!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +81,11 @@ class Path:
     element_bytes: int = 2
     per_iteration: bool = False
     active: np.ndarray | None = None
+
+    @property
+    def kind(self) -> AccessKind:
+        """How the hardware serves the instruction."""
+        return AccessKind.of(self.instruction)
 
     @property
     def num_instructions(self) -> int:
@@ -127,6 +158,7 @@ def ldmatrix(
     num_threads: int = WARP_LANES,
     num_matrices: int = 4,
     buffer: str = "array",
+    per_iteration: bool = True,
 ) -> Path:
     """All ldmatrix by which a CTA reads one operand from a tile of 16-bit elements.
 
@@ -146,7 +178,7 @@ def ldmatrix(
     rows, cols = _place(origins, lanes, warp_rows)
     trans = ".trans" if operand == "Bt" else ""
     instruction = f"ldmatrix.sync.aligned.m8n8.x{num_matrices}{trans}.shared.b16"
-    return Path(name, instruction, MATRIX_ROW_BYTES, rows, cols, tile, buffer, per_iteration=True)
+    return Path(name, instruction, MATRIX_ROW_BYTES, rows, cols, tile, buffer, per_iteration=per_iteration)
 
 
 def tile_copy(
@@ -302,8 +334,8 @@ def kernel_paths(head_dim: int, tile_m: int, tile_n: int, num_threads: int = 128
     """Every path by which a CTA of ``cute_fa.kernels.sm80_serial`` touches shared memory.
 
     Q and O are tile_m x head_dim, K and V tile_n x head_dim, of 16-bit elements; O takes the place of Q.
-    Q is read by ldmatrix anew in each iteration; its way into shared memory, and all of O's, happen once
-    for each CTA.
+    Q is copied and read by ldmatrix once for each CTA, since its fragments stay in registers, and so is
+    all that happens to O; K and V once for each KV tile.
 
     Raises:
         ValueError: the threads don't divide a tile.
@@ -314,7 +346,7 @@ def kernel_paths(head_dim: int, tile_m: int, tile_n: int, num_threads: int = 128
         tile_copy("cp.async Q", cp_async, tile_q, num_threads, buffer="Q"),
         tile_copy("cp.async K", cp_async, tile_kv, num_threads, buffer="K", per_iteration=True),
         tile_copy("cp.async V", cp_async, tile_kv, num_threads, buffer="V", per_iteration=True),
-        ldmatrix("ldmatrix Q", "A", tile_q, num_threads, buffer="Q"),
+        ldmatrix("ldmatrix Q", "A", tile_q, num_threads, buffer="Q", per_iteration=False),
         ldmatrix("ldmatrix K", "B", tile_kv, num_threads, buffer="K"),
         ldmatrix("ldmatrix.trans V", "Bt", tile_kv, num_threads, buffer="V"),
         accumulator_store("st.shared O", tile_q, num_threads, buffer="Q"),

@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from layouts.access import MATRIX, Path, accumulator_store, by_column, by_row, kernel_paths, ldmatrix_lanes
-from layouts.banks import BANK_BYTES, NUM_BANKS, PHASE_BYTES, BankReport, bank_map, lanes_per_phase, report
+from layouts.access import MATRIX, AccessKind, Path, accumulator_store, by_column, by_row, kernel_paths, ldmatrix_lanes
+from layouts.banks import BANK_BYTES, NUM_BANKS, PHASE_BYTES, BankReport, bank_map, report
 from layouts.catalog import PADDED_8, PLAIN, SWIZZLE_333
 from layouts.checks import tile_offsets
 from layouts.toys import TOYS
@@ -86,22 +86,22 @@ def memory_of_phase(axes: Axes, found: BankReport, phase: tuple[int, int, int], 
     """Draws the 128-byte lines that one phase touches, each lane in its bank, titled ``what: n wavefronts``.
 
     Lanes alone in their bank are green, those that wait for each other red. The row under the memory
-    counts the words that each bank has to give, one a wavefront.
+    counts the words that each bank has to give, one a wavefront. A phase of cp.async is green if it stays
+    in one line, red if it doesn't, and has no such row.
 
     Args:
-        phase: (warp, instruction, phase) as in ``BankReport.phase_ways``.
+        phase: (warp, instruction, phase) as in ``BankReport.phase_wavefronts``.
     """
-    warp, instruction, number = phase
+    warp, instruction, _ = phase
     width = max(found.path.width, 4)
     num_banks = PHASE_BYTES // width
-    lanes = lanes_per_phase(found.path.width)
-    span = slice(number * lanes, (number + 1) * lanes)
+    span = found.lanes(phase)
     addresses = found.addresses[warp, instruction, span]
-    present = np.ones(lanes, bool) if found.path.active is None else found.path.active[warp, instruction, span]
+    present = np.ones(len(addresses), bool) if found.path.active is None else found.path.active[warp, instruction, span]
     addresses, lane_numbers = addresses[present], np.arange(span.start, span.stop)[present]
     units = addresses // width
     lines = np.unique(units // num_banks)
-    ways = int(found.phase_ways[phase])
+    ways = int(found.phase_wavefronts[phase])
     title = f"{what}: {ways} wavefront{'s' if ways > 1 else ''}"
     _grid_axes(axes, len(lines) + 1.6, num_banks, title, CLASH if ways > 1 else FREE)
     axes.set_xticks(np.arange(num_banks) + 0.5, range(num_banks))
@@ -110,17 +110,21 @@ def memory_of_phase(axes: Axes, found: BankReport, phase: tuple[int, int, int], 
         for bank in range(num_banks):
             _cell(axes, bank, y, QUIET)
     size = 8.5 if num_banks <= 16 else 6.5
+    by_line = found.path.kind is AccessKind.ASYNC_COPY
     demand = {bank: len(np.unique(units[units % num_banks == bank])) for bank in range(num_banks)}
     for unit in np.unique(units):
         bank, y = int(unit % num_banks), int(np.searchsorted(lines, unit // num_banks))
         who = lane_numbers[units == unit]
         text = ",".join(map(str, who)) if len(who) <= 2 else f"{who[0]}.."
-        _cell(axes, bank, y, CLASH if demand[bank] > 1 else FREE, text, ink="white", size=size, bold=True)
+        waits = ways > 1 if by_line else demand[bank] > 1
+        _cell(axes, bank, y, CLASH if waits else FREE, text, ink="white", size=size, bold=True)
+    axes.text(-0.15, -0.2, f"{width}-byte bank", ha="right", va="center", fontsize=8, color=INK)
+    if by_line:
+        return
     for bank, words in demand.items():
         colour = "white" if not words else FREE if words == 1 else CLASH
         ink = "#b0b4ba" if not words else "white"
         _cell(axes, bank, len(lines) + 0.4, colour, words, ink=ink, size=size, bold=words > 1, edge="#b0b4ba")
-    axes.text(-0.15, -0.2, f"{width}-byte bank", ha="right", va="center", fontsize=8, color=INK)
     axes.text(-0.15, len(lines) + 0.9, "to serve", ha="right", va="center", fontsize=8, color=INK)
 
 
@@ -152,13 +156,12 @@ def layout_and_path(
     vector = width // element_bytes
     num_banks = num_banks * BANK_BYTES // width
     banks = bank_map(layout.on(*tile), element_bytes, width)[:16, : 128 // vector] % num_banks
-    worst = tuple(np.argwhere(found.phase_ways == found.ways)[0].tolist())
+    worst = tuple(np.argwhere(found.phase_wavefronts == found.phase_wavefronts.max())[0].tolist())
     figure, axes = _figure(14, 6, 2)
     unit = f"{width}-byte bank of each {f'{width}-byte vector' if vector > 1 else 'element'}"
     bank_grid(axes[0, 0], banks, num_banks, f"{unit}, by row and column", vector)
-    lanes = lanes_per_phase(found.path.width)
-    first = worst[2] * lanes
-    memory_of_phase(axes[0, 1], found, worst, f"{found.path.name}, lanes {first} to {first + lanes - 1}")
+    lanes = found.lanes(worst)
+    memory_of_phase(axes[0, 1], found, worst, f"{found.path.name}, lanes {lanes.start} to {lanes.stop - 1}")
     name = layout.name if layout.name == str(layout) else f"{layout.name}   {layout}"
     figure.suptitle(name, fontsize=13, fontweight="bold")
     return figure

@@ -1,4 +1,4 @@
-"""Search: which swizzles and paddings are free of conflicts on all given paths at once, and their price."""
+"""Search: which swizzles and paddings are free of bank conflicts on all given paths at once, and their price."""
 
 from __future__ import annotations
 
@@ -67,12 +67,14 @@ def rules_out(tile) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that is free of conflicts on all paths of a search.
+    """A layout that is free of bank conflicts on all paths of a search.
 
     Args:
         layout: the layout, named by its expression.
         bytes: shared memory of the tiles of the search together.
         padding: how many of ``bytes`` hold no element.
+        wavefronts: of all paths, those of a KV iteration once; more than ``ideal`` if cp.async splits lines.
+        ideal: the same at best.
         mode: canonical swizzle mode, or None.
         rules_out: see ``rules_out``.
     """
@@ -80,6 +82,8 @@ class Candidate:
     layout: SmemLayout
     bytes: int
     padding: int
+    wavefronts: int
+    ideal: int
     mode: str | None
     rules_out: tuple[str, ...]
 
@@ -120,9 +124,10 @@ def _named(shape, stride, swizzle) -> SmemLayout:
 
 
 def search(paths: Sequence[Path]) -> list[Candidate]:
-    """All candidates that are free of conflicts on every path at once, cheapest first.
+    """All candidates that are free of bank conflicts on every path at once, cheapest first.
 
-    Cheapest: least shared memory, then fewest restrictions, then fewest swizzle bits and smallest shift.
+    Cheapest: least shared memory, then fewest wavefronts, fewest restrictions, fewest swizzle bits and
+    smallest shift.
     Layouts that give every tile the same offsets are listed once.
 
     Args:
@@ -144,7 +149,10 @@ def search(paths: Sequence[Path]) -> list[Candidate]:
             placed = [layout.on(*tile) for _, tile in tiles]
         except ValueError:  # an atom that doesn't divide one of the tiles
             continue
-        if any(bijection_fault(tile) for tile in placed) or not kernel_report(layout, paths).free:
+        if any(bijection_fault(tile) for tile in placed):
+            continue
+        report = kernel_report(layout, paths)
+        if not report.free:
             continue
         key = b"".join(tile_offsets(tile).tobytes() for tile in placed)
         if key in seen:
@@ -154,10 +162,12 @@ def search(paths: Sequence[Path]) -> list[Candidate]:
         elements = sum(rows * cols for _, (rows, cols) in tiles) * element_bytes
         closed = rules_out(placed[0]) if element_bytes == 2 else ()
         mode = canonical_mode(placed[0]) if element_bytes == 2 else None
-        found.append(Candidate(layout, used, used - elements, mode, closed))
+        cost = report.wavefronts(), report.ideal()
+        found.append(Candidate(layout, used, used - elements, *cost, mode, closed))
 
     def price(candidate: Candidate):
         swizzle = candidate.layout.swizzle
-        return candidate.bytes, len(candidate.rules_out), swizzle.bits, swizzle.base, swizzle.shift
+        cost = candidate.bytes, candidate.wavefronts, len(candidate.rules_out)
+        return *cost, swizzle.bits, swizzle.base, swizzle.shift
 
     return sorted(found, key=price)

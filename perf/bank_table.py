@@ -32,6 +32,7 @@ from perf.output import add_output_arguments, as_csv, emit, plain_table, progres
 _WAVEFRONTS = "sm__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 _CONFLICTS = "sm__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
 # ncu has no counter of its own for the conflicts of ld and st: they are the wavefronts less the ideal.
+# That of ldgsts reads 0, however many wavefronts cp.async takes to split lines.
 _OPS_WITH_CONFLICTS = ("ldsm", "ldgsts")
 _OPS = ("ldsm", "ldgsts", "ld", "st")
 
@@ -80,7 +81,7 @@ _AT_HEAD_DIM_128 = (
     "DIRECT_334",
 )
 _AT_HEAD_DIM_64 = ("PLAIN", "SWIZZLE_333", "DIRECT_334")
-# The narrow atoms are the layouts under which cp.async and the loads of O conflict.
+# Under the narrow atoms the loads of O conflict and cp.async splits lines, under the padding only the latter.
 _ON_EVERY_PATH = ("PLAIN", "SWIZZLE_333", "PADDED_8", "ATOM_64B", "ATOM_32B")
 
 
@@ -122,12 +123,50 @@ def _single_warp_probes() -> Iterable[tuple[SmemLayout, Path]]:
             yield toy.layout, path
 
 
+_LANE = np.arange(WARP_LANES)
+# Which vector each lane takes; loads of 8 and 16 bytes serve two phases as one under some, stores never.
+_SHARED_VECTORS = {
+    "all the same": 0 * _LANE,
+    "l // 2": _LANE // 2,
+    "l // 4": _LANE // 4,
+    "l and l ^ 2 alike": _LANE % 2 + _LANE // 4 * 2,
+    "l and l ^ 4 alike": _LANE % 4 + _LANE // 8 * 4,
+    "l % 16": _LANE % 16,
+    "l // 2, then l": np.where(_LANE < WARP_LANES // 2, _LANE // 2, _LANE),
+}
+# Byte addresses of cp.async; p is the phase, i the lane in it.
+_PHASE, _IN_PHASE = _LANE // 8, _LANE % 8
+_COPY_BYTES = {
+    "aligned": 16 * _LANE,
+    "16 bytes past a line": 16 * _LANE + 16,
+    "64 bytes past a line": 16 * _LANE + 64,
+    "rows of 272 bytes": 272 * _PHASE + 16 * _IN_PHASE,
+    "rows of 144 bytes": 144 * _PHASE + 16 * _IN_PHASE,
+    "permuted in a line": 128 * _PHASE + 16 * (_IN_PHASE ^ 5),
+    "pairs in lines of their own": 128 * (_LANE // 2) + 16 * (_LANE % 2) + 32 * (_LANE // 2 % 4),
+}
+
+
+def _lane_probes() -> Iterable[tuple[SmemLayout, Path]]:
+    """Accesses of one warp that tell the rules of loads and of cp.async from those of stores and ldmatrix."""
+
+    def at(instruction: str, width: int, what: str, addresses: np.ndarray) -> tuple[SmemLayout, Path]:
+        cols = addresses.reshape(1, 1, WARP_LANES) // 2
+        return CATALOG["PLAIN"], Path(f"{instruction}, {what}", instruction, width, 0 * cols, cols, (1, 2048))
+
+    for instruction, width in (("ld.shared.v2.b32", 8), ("ld.shared.v4.b32", 16), ("st.shared.v4.b32", 16)):
+        for what, vectors in _SHARED_VECTORS.items():
+            yield at(instruction, width, what, vectors * width)
+    for what, addresses in _COPY_BYTES.items():
+        yield at("cp.async.cg.shared.global", 16, what, addresses)
+
+
 def _probe(layout: SmemLayout, path: Path) -> Probe:
     tile = f"{path.tile[0]}x{path.tile[1]} of {path.element_bytes} B"
     return Probe(f"{layout.name}, {tile}: {path.name}", layout, path)
 
 
-PROBES = tuple(_probe(*pair) for pair in (*_kernel_probes(), *_single_warp_probes()))
+PROBES = tuple(_probe(*pair) for pair in (*_kernel_probes(), *_single_warp_probes(), *_lane_probes()))
 
 
 def prediction(probe: Probe) -> dict:

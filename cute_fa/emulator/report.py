@@ -26,7 +26,7 @@ class Wavefronts:
     """Wavefronts of one PTX instruction, added over every warp that executed it.
 
     ``executions`` counts warps that executed it with at least one active lane; ``ideal`` is what they
-    would take without a bank conflict, ``actual`` what the bank model gives for their addresses.
+    would take at best, ``actual`` what the bank model gives for their addresses (see ``layouts.banks``).
     """
 
     path: str
@@ -39,7 +39,7 @@ class Wavefronts:
 
     @property
     def ways(self) -> float:
-        """actual / ideal: 1.0 without conflicts."""
+        """actual / ideal: 1.0 without bank conflicts, and without cp.async that splits 128-byte lines."""
         return self.actual / self.ideal if self.ideal else 1.0
 
 

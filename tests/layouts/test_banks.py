@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from layouts import CATALOG, COLS, PADDED_8, PLAIN, SWIZZLE_333, SmemLayout
-from layouts.access import array_paths, by_column, by_row, kernel_paths, ldmatrix
+from layouts.access import AccessKind, Path, array_paths, by_column, by_row, kernel_paths, ldmatrix
 from layouts.banks import bank_map, kernel_report, lanes_per_phase, phase_wavefronts, report, wavefronts
 from layouts.toys import TOYS
 
@@ -41,7 +41,7 @@ class TestKernelPaths:
     def test_every_ldmatrix_phase_of_plain_is_8_way(self, head_dim, tile):
         for path in kernel_paths(head_dim, *tile):
             if path.name.startswith("ldmatrix"):
-                assert (report(PLAIN, path).phase_ways == 8).all()
+                assert (report(PLAIN, path).phase_wavefronts == 8).all()
 
 
 def test_a_swizzle_put_directly_on_rows_of_128_is_2_way():
@@ -58,10 +58,24 @@ def test_each_bit_of_the_swizzle_halves_the_conflict(name, expected):
 
 
 @pytest.mark.parametrize(("name", "expected"), [("ATOM_64B", 2), ("ATOM_32B", 4)])
-def test_narrow_atoms_free_ldmatrix_and_load_the_128_byte_copies(name, expected):
+def test_narrow_atoms_free_ldmatrix_and_burden_the_128_byte_rows(name, expected):
     found = ways(CATALOG[name], 128)
     assert {found[path] for path in ("ldmatrix Q", "ldmatrix K", "ldmatrix.trans V", "st.shared O")} == {1}
-    assert {found[path] for path in ("cp.async Q", "cp.async K", "ld.shared O")} == {expected}
+    assert found["ld.shared O"] == expected
+    copies = [one for one in kernel_report(CATALOG[name], kernel_paths(128, 64, 64)).reports if "cp" in one.path.name]
+    assert {(one.ways, one.conflicts, one.degree) for one in copies} == {(1, 0, expected)}
+
+
+@pytest.mark.parametrize(("layout", "degree"), [(PLAIN, 1), (SWIZZLE_333, 1), (PADDED_8, (1 + 2 + 6 * 3) / 8)], ids=str)
+def test_line_splits_of_cp_async(layout, degree):
+    """A row of PADDED_8 begins 16 bytes further into a line than the row before: 0, 64 or neither, of eight."""
+    for one in kernel_report(layout, kernel_paths(128, 64, 64)).reports:
+        if one.path.name.startswith("cp.async"):
+            assert (one.ways, one.conflicts, one.degree) == (1, 0, degree)
+            assert one.line_splits == one.wavefronts - one.ideal
+            assert one.first_collision() is None
+        else:
+            assert one.line_splits == 0
 
 
 @pytest.mark.parametrize(("rows", "cols", "padding_bytes"), [(64, 64, 1024), (64, 128, 1024), (128, 128, 2048)])
@@ -93,7 +107,8 @@ def test_phases_of_wide_columns():
 def test_totals_of_a_whole_kernel():
     """Batch 1, sequence 4096, 16 heads of 128, tiles 64x64, 128 threads.
 
-    ncu counted these on an H200 for a kernel of the same tiles and partitions.
+    ncu counted these on an H200 for a kernel of the same tiles and partitions that reads Q by ldmatrix in
+    every iteration, where this one reads it once: for the comparison all of its ldmatrix count as repeated.
     """
     ctas, iterations = 16 * 64, 64
     counted = {PLAIN: (603_979_776, 1_048_576), SWIZZLE_333: (75_497_472, 131_072)}
@@ -111,10 +126,10 @@ def test_totals_of_a_whole_kernel():
 
 def test_sum_of_an_iteration_and_effective_bandwidth():
     whole = kernel_report(PLAIN, kernel_paths(128, 64, 64))
-    assert whole.iteration.wavefronts() == 128 + 128 + 1024 + 4096 + 4096
-    assert whole.iteration.ideal() == 128 + 128 + 128 + 512 + 512
-    assert whole.wavefronts(64) == 64 * 9472 + 128 + 1024 + 128
-    assert whole.degree == pytest.approx(9472 / 1408)
+    assert whole.iteration.wavefronts() == 128 + 128 + 4096 + 4096
+    assert whole.iteration.ideal() == 128 + 128 + 512 + 512
+    assert whole.wavefronts(64) == 64 * 8448 + 128 + 1024 + 1024 + 128
+    assert whole.degree == pytest.approx(8448 / 1280)
     column = report(TOYS["FLOAT_32X32"].layout, by_column("ld", 4, (32, 32), 4))
     assert column.effective_bandwidth(128.0) == 4.0
 
@@ -147,8 +162,106 @@ def test_misaligned_vectors_are_refused_with_their_place():
 def test_lanes_must_be_whole_phases():
     with pytest.raises(ValueError, match="multiple of 32 lanes for accesses of 4 bytes"):
         phase_wavefronts(np.zeros((4, 8)), 4)
+    with pytest.raises(ValueError, match="multiple of 16 lanes for accesses of 16 bytes"):
+        phase_wavefronts(np.zeros((4, 8)), 16, kind=AccessKind.LOAD)
     with pytest.raises(ValueError, match="width must be 1, 2, 4, 8 or 16 bytes, got 12"):
         wavefronts(np.zeros((1, 32)), 12)
+
+
+LANE = np.arange(32)
+PHASE, IN_PHASE = LANE // 8, LANE % 8
+# Wavefronts of one instruction, measured on an H200; a lane takes the given vector.
+# (vectors, ld of 8 bytes, ld of 16, st of 8, st of 16)
+VECTORS = {
+    "same": (0 * LANE, 1, 2, 2, 4),
+    "l // 2": (LANE // 2, 1, 2, 2, 4),
+    "l // 4": (LANE // 4, 1, 2, 2, 4),
+    "l // 8": (LANE // 8, 1, 2, 2, 4),
+    "l // 16": (LANE // 16, 1, 2, 2, 4),
+    "l % 16": (LANE % 16, 2, 4, 2, 4),
+    "l % 8": (LANE % 8, 2, 4, 2, 4),
+    "l ^ 2 alike": (LANE & 1 | LANE >> 2 << 1, 1, 2, 2, 4),
+    "l ^ 4 alike": (LANE & 3 | LANE >> 3 << 2, 2, 4, 2, 4),
+    "l ^ 8 alike": (LANE & 7 | LANE >> 4 << 3, 2, 4, 2, 4),
+    "l ^ 3 alike": (np.minimum(LANE, LANE ^ 3), 2, 4, 2, 4),
+    "l": (LANE, 2, 4, 2, 4),
+    "half same, half l": (np.where(LANE < 16, 0, LANE), 2, 3, 2, 4),
+    "half l // 2, half l": (np.where(LANE < 16, LANE // 2, LANE), 2, 3, 2, 4),
+    "l // 16 * 16": (LANE // 16 * 16, 2, 2, 2, 4),
+    "l // 8 * 8": (LANE // 8 * 8, 2, 4, 2, 4),
+    "half l // 2, half l ^ 2 alike": (np.where(LANE < 16, LANE // 2, 16 + (LANE & 1 | LANE >> 2 << 1)), 2, 2, 2, 4),
+    "l // 8 * 32": (LANE // 8 * 32, 4, 4, 4, 4),
+    "l // 2 * 32": (LANE // 2 * 32, 16, 16, 16, 16),
+    "l // 2, one broken": (np.where(LANE == 31, 40, LANE // 2), 3, 3, 3, 4),
+    "31 - l": (31 - LANE, 2, 4, 2, 4),
+    "2 l": (2 * LANE, 4, 8, 4, 8),
+}
+# The same of cp.async of 16 bytes: (byte addresses, wavefronts).
+COPIES = {
+    "aligned": (16 * LANE, 4),
+    "rows of 144, 16 past": (144 * PHASE + 16 * IN_PHASE + 16, 11),
+    "16 past": (16 * LANE + 16, 12),
+    "64 past, rows of 256": (256 * PHASE + 16 * IN_PHASE + 64, 8),
+    "column of 128": (128 * LANE, 32),
+    "column of 128, another vector a lane": (128 * LANE + 16 * IN_PHASE, 32),
+    "two lines a phase": (256 * PHASE + IN_PHASE // 4 * 128 + IN_PHASE % 4 * 16, 8),
+    "two lines a phase, other banks": (256 * PHASE + IN_PHASE // 4 * 128 + IN_PHASE * 16, 8),
+    "permuted": (128 * PHASE + 16 * (IN_PHASE ^ 5), 4),
+    "rows of 272": (272 * PHASE + 16 * IN_PHASE, 10),
+    "rows of 144": (144 * PHASE + 16 * IN_PHASE, 10),
+    "pairs": (128 * (LANE // 2) + 16 * (LANE % 2) + 32 * (LANE // 2 % 4), 16),
+}
+MEASURED = [
+    (f"{instruction} {name}", instruction, width, np.asarray(vectors) * width, expected)
+    for name, (vectors, *counts) in VECTORS.items()
+    for (instruction, width), expected in zip(
+        (("ld.shared.v2.b32", 8), ("ld.shared.v4.b32", 16), ("st.shared.v2.b32", 8), ("st.shared.v4.b32", 16)),
+        counts,
+        strict=True,
+    )
+] + [(f"cp.async {name}", "cp.async.cg.shared.global", 16, *one) for name, one in COPIES.items()]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "width", "addresses", "measured"), [row[1:] for row in MEASURED], ids=[row[0] for row in MEASURED]
+)
+def test_wavefronts_measured_on_an_h200(instruction, width, addresses, measured):
+    cols = addresses.reshape(1, 1, 32) // 2
+    found = report(PLAIN, Path("", instruction, width, 0 * cols, cols, (1, 8192)))
+    assert found.wavefronts == measured
+    assert 1 <= found.ideal <= measured
+    if found.path.kind is AccessKind.ASYNC_COPY:
+        assert found.conflicts == 0  # as its counter says
+    else:
+        assert (found.conflicts > 0) == (found.ways > 1) == (found.first_collision() is not None)
+
+
+def test_inactive_lanes_keep_phases_apart():
+    active = np.arange(32) != 31
+    addresses = np.zeros((1, 32), np.int64)
+    assert wavefronts(addresses, 16, active, kind=AccessKind.LOAD).tolist() == [3]
+    assert wavefronts(addresses, 16, kind=AccessKind.LOAD).tolist() == [2]
+    assert phase_wavefronts(addresses, 16, 0 * active, kind=AccessKind.ASYNC_COPY).tolist() == [[0, 0, 0, 0]]
+
+
+def test_a_collision_of_merged_phases_names_lanes_of_both():
+    cols = (LANE // 8 * 8 * 8).reshape(1, 1, 32)
+    found = report(PLAIN, Path("", "ld.shared.v4.b32", 16, 0 * cols, cols, (1, 2048)))
+    assert (found.wavefronts, found.ideal, found.ways) == (4, 2, 2)
+    assert found.first_collision().lanes == tuple(range(16))
+
+
+def test_every_instruction_of_the_kernel_has_a_kind_and_others_none():
+    kinds = {path.name.split()[0]: path.kind for path in kernel_paths(64, 64, 64)}
+    assert kinds == {
+        "cp.async": AccessKind.ASYNC_COPY,
+        "ldmatrix": AccessKind.LDMATRIX,
+        "ldmatrix.trans": AccessKind.LDMATRIX,
+        "st.shared": AccessKind.STORE,
+        "ld.shared": AccessKind.LOAD,
+    }
+    with pytest.raises(ValueError, match="instruction must start with"):
+        AccessKind.of("red.shared.add.u32")
 
 
 # Properties, on random accesses of one warp.

@@ -31,7 +31,16 @@ def test_check_prints_verdicts_and_the_first_collision(capsys):
     _, out, _ = run(capsys, "check", "PLAIN")
     assert "8-way conflict" in out
     assert "lanes 0 to 7 of phase 0 all need 16-byte bank 0: rows 0 to 7, column 0, 256 bytes apart" in out
-    assert "peak / 6.73" in out
+    assert "peak / 6.60" in out
+
+
+def test_check_tells_split_lines_from_bank_conflicts(capsys):
+    code, out, _ = run(capsys, "check", "PADDED_8", "--fail")
+    assert code == 0
+    assert out.count("no conflict, 2.62x: phases straddle 128-byte lines") == 3
+    assert "straddle" not in run(capsys, "check", "SWIZZLE_333")[1]
+    _, out, _ = run(capsys, "check", "PADDED_8", "--json")
+    assert {"path": "cp.async K", "ways": 1, "wavefronts": 336, "ideal": 128} in json.loads(out)
 
 
 def test_check_takes_the_tile_of_the_kernel(capsys):
@@ -56,7 +65,7 @@ def test_check_says_why_a_layout_is_not_usable(capsys):
 def test_compare_shows_both_and_the_sum_of_an_iteration(capsys):
     _, out, _ = run(capsys, "compare", "PLAIN", "SWIZZLE_333")
     assert [line.split() for line in out.splitlines() if line.startswith("KV iteration")] == [
-        ["KV", "iteration", "8", "1", "9472", "1408", "1408", "6.73"]
+        ["KV", "iteration", "8", "1", "8448", "1280", "1280", "6.60"]
     ]
     assert run(capsys, "compare", "PLAIN", "FLOAT_32X32")[0] == 2
 
@@ -68,10 +77,13 @@ def test_search_lists_price_and_restrictions(capsys):
         "layout": "S<3,3,3> o (8,64):(64,1)",
         "bytes": 49152,
         "padding": 0,
+        "wavefronts": 1792,
+        "ideal": 1792,
         "mode": "128B",
         "rules_out": [],
     }
-    assert any(one["layout"] == "S<0,3,3> o (1,D):(D+8,1)" for one in others)
+    padded = next(one for one in others if one["layout"] == "S<0,3,3> o (1,D):(D+8,1)")
+    assert padded["wavefronts"] - padded["ideal"] == 3 * (336 - 128)  # cp.async of Q, K and V splits lines
     code, _, err = run(capsys, "search", "--path", "ldmatrix W")
     assert code == 2
     assert "no path named 'ldmatrix W'" in err
@@ -93,6 +105,8 @@ def test_draw_writes_the_file_it_was_asked_for(capsys, tmp_path):
         file = tmp_path / f"picture.{suffix}"
         assert run(capsys, "draw", "PLAIN", "--out", str(file))[0] == 0
         assert file.read_bytes().startswith(start)
+    file = tmp_path / "copy.svg"
+    assert run(capsys, "draw", "PADDED_8", "--path", "cp.async K", "--out", str(file))[0] == 0
     code, _, err = run(capsys, "draw", "PLAIN", "--out", str(tmp_path / "picture.xyz"))
     assert code == 2
     assert ".svg or .png" in err

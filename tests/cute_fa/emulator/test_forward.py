@@ -128,7 +128,9 @@ def test_conflicts_of_layouts(layout, head_dim, ldmatrix, store, generator):
     ways = {path: actual / ideal for path, (ideal, actual) in report.by_path().items()}
     assert ways["ldmatrix"] == ways["ldmatrix.trans"] == ldmatrix
     assert ways["st.shared"] == store
-    assert ways["cp.async"] == ways["ld.shared"] == 1
+    # Eight padded rows begin at eight places of a 128-byte line, and copies that leave it split (docs/banks.md).
+    assert ways["cp.async"] == ((1 + 2 + 6 * 3) / 8 if layout == CATALOG["PADDED_8"] else 1)
+    assert ways["ld.shared"] == 1
 
 
 def test_ideal_wavefronts_follow_from_the_tiles(generator):
