@@ -90,7 +90,9 @@ def _plan_for(q, k, v, causal, return_lse, kernel, layout) -> _Plan:
     """The plan of a call: looked up by everything it depends on but the pointers, else made."""
     try:
         key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype)
-        key += (q.device, k.device, v.device, causal, return_lse, kernel, layout)
+        # By identity, since 1 == True: what is no bool must reach the checks.
+        flags = (causal is True, causal is False, return_lse is True, return_lse is False)
+        key += (q.device, k.device, v.device, flags, kernel, layout)
         plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
         plan = None  # something that is no dense tensor or can't be hashed; the checks name it

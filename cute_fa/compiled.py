@@ -22,6 +22,7 @@ from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
+import numpy as np
 import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
@@ -65,16 +66,16 @@ def get_artifacts(static: StaticProblem, rung: Rung, config: KernelConfig, arch:
     """PTX (with source lines) and cubin of a kernel for any architecture; needs no GPU."""
     key = (static, rung.name, config, arch)
     with _compile_lock:
-        stem = cache_dir() / _digest(*key, "artifacts")
-        ptx_path, cubin_path = stem.with_suffix(".ptx"), stem.with_suffix(".cubin")
-        with contextlib.suppress(OSError):
-            return Artifacts(ptx_path.read_text(), cubin_path.read_bytes())
-        with tempfile.TemporaryDirectory() as dump_dir:
-            options = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir={dump_dir}"
-            compiled = _compile(static, rung, config, arch, options)
-            artifacts = Artifacts(compiled.__ptx__, compiled.__cubin__)
-        _store(ptx_path, lambda name: Path(name).write_text(artifacts.ptx))
-        _store(cubin_path, lambda name: Path(name).write_bytes(artifacts.cubin))
+        path = cache_dir() / f"{_digest(*key, 'artifacts')}.npz"
+        artifacts = _load_artifacts(path)
+        if artifacts is None:
+            with tempfile.TemporaryDirectory() as dump_dir:
+                options = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir={dump_dir}"
+                compiled = _compile(static, rung, config, arch, options)
+                artifacts = Artifacts(compiled.__ptx__, compiled.__cubin__)
+            contents = {"ptx": np.frombuffer(artifacts.ptx.encode(), np.uint8)}
+            contents["cubin"] = np.frombuffer(artifacts.cubin, np.uint8)
+            _store(path, lambda name: np.savez(name, **contents))
         return artifacts
 
 
@@ -117,6 +118,16 @@ def _load_object(path: Path) -> Callable | None:
         return None
 
 
+def _load_artifacts(path: Path) -> Artifacts | None:
+    if not path.exists():
+        return None
+    try:
+        with np.load(path) as contents:  # a zip archive, whose checksums are checked
+            return Artifacts(contents["ptx"].tobytes().decode(), contents["cubin"].tobytes())
+    except Exception:  # whatever is wrong with the file, compiling anew is right
+        return None
+
+
 def _store(path: Path, write: Callable[[str], object]) -> None:
     """Writes a file whole or not at all; processes that race leave one of their equal results."""
     temporary = path.with_name(f".{path.stem}-{os.getpid()}-{threading.get_ident()}{path.suffix}")
@@ -139,7 +150,7 @@ def _source_digest() -> str:
     import layouts
 
     package, layout_package = Path(__file__).parent, Path(layouts.__file__).parent
-    sources = [*sorted(package.glob("kernels/*.py")), *sorted(package.glob("device/*.py")), Path(__file__)]
+    sources = [path for folder in (".", "kernels", "device") for path in sorted((package / folder).glob("*.py"))]
     sources += [layout_package / "smem_layout.py", layout_package / "cute_adapter.py"]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cute_fa.arch import get_arch
 from cute_fa.config import KernelConfig
 from cute_fa.kernels.sm80_serial import Sm80Serial
 from cute_fa.problem import AttentionProblem
@@ -28,6 +29,10 @@ class Rung:
     min_arch: tuple[int, int]
     changed: str
 
+    def runs_on(self, arch: str) -> bool:
+        """Whether an architecture ("sm_80", "sm_90a") has what the kernel uses."""
+        return get_arch(arch).capability >= self.min_arch
+
 
 _SERIAL = KernelConfig(tile_m=64, tile_n=64, num_threads=128, ctas_per_sm=3, layout=PLAIN)
 
@@ -38,7 +43,7 @@ LADDER: tuple[Rung, ...] = (
         config=_SERIAL,
         min_arch=(8, 0),
         changed="FlashAttention-2 forward with row-major tiles in shared memory. Every ldmatrix and every store of "
-        "O is an 8-way bank conflict, so shared memory bounds it.",
+        "O is an 8-way bank conflict.",
     ),
     Rung(
         name="kernel2",
@@ -46,7 +51,7 @@ LADDER: tuple[Rung, ...] = (
         config=replace(_SERIAL, layout=SWIZZLE_333),
         min_arch=(8, 0),
         changed="The layout: Swizzle<3,3,3> o (8,64):(64,1). No access conflicts: an eighth of the wavefronts of "
-        "ldmatrix, and warps wait for global memory instead of shared memory.",
+        "ldmatrix and of the stores of O.",
     ),
 )
 
@@ -65,24 +70,31 @@ def resolve_layout(layout: str | SmemLayout) -> SmemLayout:
     if not isinstance(layout, str):
         raise TypeError(f"layout must be a name of the catalog or a SmemLayout, got {type(layout).__name__}")
     if layout not in CATALOG:
-        raise ValueError(f"layout must be one of {', '.join(CATALOG)}, or a SmemLayout, got {layout!r}")
+        raise ValueError(
+            f"layout must be one of {', '.join(CATALOG)}, or a SmemLayout (layouts.parse.parse_expression makes one of "
+            f"an expression), got {layout!r}"
+        )
     return CATALOG[layout]
 
 
-def resolve_kernel(kernel: str) -> Rung:
-    """A rung by its name; "auto" is the highest one.
+def resolve_kernel(kernel: str, arch: str) -> Rung:
+    """A rung by its name; "auto" is the highest one that the architecture runs.
 
     Raises:
-        ValueError: no rung has that name.
+        ValueError: no rung has that name, or the architecture doesn't run it.
         TypeError: not a name.
     """
     if not isinstance(kernel, str):
         raise TypeError(f"kernel must be the name of a kernel, got {type(kernel).__name__}")
     if kernel == "auto":
-        return LADDER[-1]
+        return next(rung for rung in reversed(LADDER) if rung.runs_on(arch))
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {kernel!r}")
-    return KERNELS[kernel]
+    rung = KERNELS[kernel]
+    if not rung.runs_on(arch):
+        major, minor = rung.min_arch
+        raise ValueError(f"kernel {kernel!r} needs compute capability {major}.{minor} or newer, this is {arch}")
+    return rung
 
 
 def select(
@@ -93,7 +105,7 @@ def select(
     Raises:
         ValueError, TypeError: an unknown kernel or layout, or one that the kernel can't take.
     """
-    rung = resolve_kernel(kernel)
+    rung = resolve_kernel(kernel, arch)
     config = rung.config if layout is None else replace(rung.config, layout=resolve_layout(layout))
     rung.kernel.check(problem.head_dim, config, arch)
     return rung, config

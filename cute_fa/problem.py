@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 
 import torch
@@ -112,7 +113,7 @@ class AttentionProblem:
         """
         if scale is None:
             return 1.0 / math.sqrt(self.head_dim)
-        if isinstance(scale, bool) or not isinstance(scale, int | float):
+        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
             raise TypeError(f"softmax_scale must be a float or None, got {type(scale).__name__}")
         if not 2.0**-126 <= scale <= 2.0**64:
             raise ValueError(f"softmax_scale must be greater than 0, from 2**-126 to 2**64, got {scale}")
@@ -122,8 +123,10 @@ class AttentionProblem:
 def _check_tensor(name: str, tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
+    if tensor.is_nested or tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
+    if tensor.is_neg():
+        raise TypeError(f"{name} must not be a lazily negated view; call .resolve_neg() on it")
     if tensor.dtype not in DTYPES:
         raise TypeError(f"{name} must be {_either(DTYPES)}, got {tensor.dtype}")
     if tensor.dim() != 4:

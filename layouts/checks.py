@@ -129,18 +129,34 @@ def require_foldable_swizzle(tile: TileLayout, rows: int = 8) -> None:
     """Refuses a swizzle that CuTe can't fold into the base address of each thread.
 
     A thread's accesses lie whole multiples of ``rows`` rows and of a vector apart. CuTe's copies fold the
-    swizzle into the thread's first address and step on from it, which is right only if the bits that the
-    swizzle takes its XOR from are the same at every step: they may depend on row mod ``rows`` alone. Of
-    other layouts some happen to work, but some do not compile and some compile to wrong addresses (CuTe
-    DSL 4.8.1; seen by running the compiled kernel under random layouts).
+    swizzle into the thread's first address and step on from it. That is right only if the bits that the
+    swizzle takes its XOR from are the same at every step, so they may depend on row mod ``rows`` alone; and
+    the CuTe DSL (4.8.1) compiles it only with a shift above 0, a base that keeps a vector whole, and
+    strides that are powers of two. Some layouts outside of this happen to work; others end in an error of
+    the compiler, and some in wrong addresses.
 
     Args:
         tile: the layout over a tile of rows x cols elements.
         rows: rows after which a thread's accesses repeat; 8 for ldmatrix and mma.m16n8k16.
 
     Raises:
-        ValueError: naming the layout and two coordinates that are swizzled differently.
+        ValueError: naming the layout, and the stride or two coordinates for which the swizzle can't be folded.
     """
+    name = f"layout {tile.layout.name!r} ({tile.layout}) on a {tile.tile[0]}x{tile.tile[1]} tile"
+    swizzle = tile.layout.swizzle
+    if not swizzle.bits:
+        return
+    if swizzle.shift < 0 or swizzle.base < 3:
+        raise ValueError(
+            f"{name}: a kernel takes a swizzle with a base of 3 or more and a shift above 0, got {swizzle}"
+        )
+    for extents, strides in zip(tile.shape, tile.stride, strict=True):
+        for extent, stride in zip(extents, strides, strict=True):
+            if extent > 1 and stride & (stride - 1):
+                raise ValueError(
+                    f"{name}: a kernel takes a swizzle only over strides that are powers of two, got {stride} "
+                    f"(a layout is padded or swizzled, not both)"
+                )
     unswizzled = replace(tile, layout=replace(tile.layout, swizzle=IDENTITY))
     moved = tile_offsets(tile) ^ tile_offsets(unswizzled)
     expected = moved[np.arange(tile.tile[0]) % rows, 0]
@@ -148,8 +164,7 @@ def require_foldable_swizzle(tile: TileLayout, rows: int = 8) -> None:
     if len(different):
         row, col = map(int, different[0])
         raise ValueError(
-            f"layout {tile.layout.name!r} ({tile.layout}) on a {tile.tile[0]}x{tile.tile[1]} tile: element "
-            f"({row}, {col}) is xored with {moved[row, col]} but ({row % rows}, 0) with {expected[row]}; a kernel's "
-            f"swizzle may depend on the row modulo {rows} alone (put it on an atom of {rows} rows, or let the shift "
+            f"{name}: element ({row}, {col}) is xored with {moved[row, col]} but ({row % rows}, 0) with "
+            f"{expected[row]}; a kernel's swizzle may depend on the row modulo {rows} alone (put it on an atom of {rows} rows, or let the shift "
             f"follow the length of a row)"
         )

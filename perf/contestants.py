@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 
 import cute_fa
-from cute_fa.arch import arch_of_capability, get_arch
 from cute_fa.config import KernelConfig
 from cute_fa.ladder import KERNELS, LADDER, Rung
 from layouts import SmemLayout
@@ -54,9 +53,6 @@ def rung_contestant(rung: Rung, layout: SmemLayout | None = None) -> Contestant:
     """A rung through ``cute_fa.forward``, as users call it."""
 
     def prepare(case: Case, q, k, v):
-        arch = arch_of_capability(torch.cuda.get_device_capability(q.device))
-        if get_arch(arch).capability < rung.min_arch:
-            raise Unavailable(f"needs compute capability {rung.min_arch[0]}.{rung.min_arch[1]}, this is {arch}")
         call = functools.partial(cute_fa.forward, q, k, v, causal=case.causal, kernel=rung.name, layout=layout)
         try:
             call()

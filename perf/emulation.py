@@ -16,15 +16,15 @@ from dataclasses import asdict, dataclass
 import torch
 
 import cute_fa
-from cute_fa.arch import arch_of_capability, get_arch
+from cute_fa.arch import arch_of_capability
 from cute_fa.emulator import DEFAULT_ARCH, EmulatedForward, emulate_forward
-from cute_fa.ladder import LADDER, resolve_kernel
+from cute_fa.ladder import KERNELS, LADDER
 from layouts import SmemLayout
 from perf.bank_table import find_ncu, parse_ncu
 from perf.output import add_output_arguments, as_csv, cell, emit, plain_table, progress, wants_tables
 from perf.results import ROOT, device_name, make_document, results_path
 
-KERNELS = ("kernel1", "kernel2")
+COMPARED = ("kernel1", "kernel2")
 _COUNTER = "sm__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 # Counter → the emulator's paths that it counts, and whether it is exact.
 COUNTERS = {
@@ -128,7 +128,7 @@ def emulate_shape(
 
 def emulated_rungs() -> list[str]:
     """The rungs of the ladder that are built for the architecture that the emulator knows."""
-    return [rung.name for rung in LADDER if get_arch(DEFAULT_ARCH).capability >= rung.min_arch]
+    return [rung.name for rung in LADDER if rung.runs_on(DEFAULT_ARCH)]
 
 
 def predicted_wavefronts(result: EmulatedForward, paths: tuple[str, ...]) -> tuple[int, int]:
@@ -138,7 +138,7 @@ def predicted_wavefronts(result: EmulatedForward, paths: tuple[str, ...]) -> tup
 
 
 def _common(shape: Shape, name: str, arch: str, layout: SmemLayout | None = None) -> dict:
-    layout = layout or resolve_kernel(name).config.layout
+    layout = layout or KERNELS[name].config.layout
     return {"name": name, "kind": "rung", **asdict(shape), "layout": layout.name, "arch": arch}
 
 
@@ -166,7 +166,7 @@ def compare_with_gpu(ncu: str) -> list[dict]:
     arch = arch_of_capability(torch.cuda.get_device_capability())
     records, results = [], {}
     for shape in SHAPES:
-        for name in KERNELS:
+        for name in COMPARED:
             result = results[shape, name] = emulate_shape(shape, name, arch)
             o, lse = _gpu_forward(shape, name)
             difference = output_difference(result.o, o.cpu())
@@ -196,7 +196,7 @@ def _gpu_forward(shape: Shape, name: str):
 def launch_all() -> None:
     """Launches every kernel once, in the order of ``compare_with_gpu``: what ncu runs."""
     for shape in SHAPES:
-        for name in KERNELS:
+        for name in COMPARED:
             _gpu_forward(shape, name)
     torch.cuda.synchronize()
 
@@ -244,7 +244,7 @@ def run_ncu(ncu: str) -> list[dict[str, int]]:
     command += ["--metrics", ",".join(COUNTERS), sys.executable, "-c", _LAUNCHES]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     rows = parse_ncu(done.stdout)
-    expected = [name for _ in SHAPES for name in KERNELS]
+    expected = [name for _ in SHAPES for name in COMPARED]
     seen = [row["Kernel Name"] for row in rows]
     matching = len(seen) == len(expected) and all(name in full for name, full in zip(expected, seen, strict=True))
     if done.returncode or not matching:

@@ -16,7 +16,7 @@ from pathlib import Path
 from cute_fa.arch import ctas_per_sm, get_arch
 from cute_fa.compiled import get_artifacts
 from cute_fa.config import KernelConfig
-from cute_fa.ladder import Rung
+from cute_fa.ladder import Rung, resolve_kernel
 from cute_fa.problem import StaticProblem
 
 NO_CUOBJDUMP = (
@@ -68,8 +68,7 @@ def resources_of(static: StaticProblem, rung: Rung, config: KernelConfig, arch: 
         ValueError: the rung can't be built for that architecture, or with that configuration.
     """
     limits = get_arch(arch)
-    if limits.capability < rung.min_arch:
-        raise ValueError(f"{rung.name} needs compute capability {rung.min_arch[0]}.{rung.min_arch[1]}, got {arch}")
+    resolve_kernel(rung.name, arch)
     rung.kernel.check(static.head_dim, config, arch)
     artifacts = get_artifacts(static, rung, config, arch)
     smem_bytes = rung.kernel.smem_bytes(static.head_dim, config)

@@ -53,6 +53,8 @@ class Sm80Serial:
     @staticmethod
     def check(head_dim: int, config: KernelConfig, arch: str) -> None:
         """Raises ValueError if the kernel can't be built with this configuration."""
+        if config.num_threads <= 0 or config.num_threads % 32:
+            raise ValueError(f"num_threads must be a positive multiple of 32, got {config.num_threads}")
         num_warps = config.num_threads // 32
         if config.tile_m % (16 * num_warps):
             raise ValueError(f"tile_m must be a multiple of 16 rows for each of {num_warps} warps, got {config.tile_m}")

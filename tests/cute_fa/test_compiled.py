@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_fa import compiled
+from cute_fa import compiled, ladder
 from cute_fa.ladder import KERNELS, LADDER
 from cute_fa.problem import StaticProblem
 from layouts import CATALOG, PADDED_8, PLAIN, SWIZZLE_333
@@ -76,6 +76,16 @@ def test_a_damaged_file_is_replaced(cache, count_compiles, monkeypatch):
     assert len(count_compiles) == 2 and path.stat().st_size == whole
 
 
+@pytest.mark.parametrize("content", (b"", b"not an archive", b"PK\x03\x04 cut off"))
+def test_damaged_artifacts_are_replaced(cache, count_compiles, content):
+    arguments = (STATIC, LADDER[0], LADDER[0].config, "sm_80")
+    whole = compiled.get_artifacts(*arguments)
+    (path,) = cache.glob("*.npz")
+    path.write_bytes(content)
+    assert compiled.get_artifacts(*arguments) == whole and len(count_compiles) == 2
+    assert compiled.get_artifacts(*arguments) == whole and len(count_compiles) == 2
+
+
 def test_a_directory_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch, count_compiles):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("CUTE_FA_CACHE_DIR", str(tmp_path / "file" / "cache"))
@@ -102,6 +112,16 @@ def test_processes_that_start_together_agree(cache):
     results = [process.communicate(timeout=120) for process in processes]
     assert all(out.strip().endswith("ok") for out, _ in results), results
     assert len(list(cache.iterdir())) == 1
+
+
+def test_auto_is_the_highest_rung_that_runs(monkeypatch):
+    newer = replace(LADDER[-1], name="newer", min_arch=(9, 0))
+    monkeypatch.setattr(ladder, "LADDER", (*LADDER, newer))
+    monkeypatch.setitem(KERNELS, "newer", newer)
+    assert ladder.resolve_kernel("auto", "sm_90a") is newer
+    assert ladder.resolve_kernel("auto", "sm_86") is LADDER[-1]
+    with pytest.raises(ValueError, match=r"kernel 'newer' needs compute capability 9\.0 or newer, this is sm_86"):
+        ladder.resolve_kernel("newer", "sm_86")
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -85,6 +85,14 @@ BAD_INPUTS = [
     bad("layout is a list", TypeError, r"layout must be a name of the catalog or a SmemLayout, got list", layout=[8]),
     bad("layout that tears vectors", ValueError, r"layout 'mine' .* is not contiguous",
         layout=SmemLayout("mine", (8, 64), (64, 1), Swizzle(3, 1, 3))),
+    bad("layout padded and swizzled", ValueError, r"layout 'mine' .* powers of two, got 72",
+        layout=SmemLayout("mine", (8, 64), (72, 1), Swizzle(3, 3, 3))),
+    bad("layout whose atoms are padded", ValueError, r"layout 'mine' .* powers of two, got 160",
+        layout=SmemLayout("mine", (4, 32), (160, 1), Swizzle(1, 3, 4))),
+    bad("layout with a negative shift", ValueError, r"layout 'mine' .* shift above 0, got S<3,4,-4>",
+        layout=SmemLayout("mine", (8, 16), (16, 1), Swizzle(3, 4, -4))),
+    bad("layout whose swizzle follows the column", ValueError, r"layout 'mine' .* row modulo 8",
+        layout=SmemLayout("mine", (8, 32), (32, 1), Swizzle(3, 3, 5))),
     bad("layout padded by 1", ValueError, r"layout 'mine' .* not a multiple of 8",
         layout=SmemLayout("mine", (1, COLS), (COLS + 1, 1))),
     bad("layout not one-to-one", ValueError, r"layout 'mine' .* share offset",
@@ -122,16 +130,25 @@ def test_options_are_given_by_name():
         cute_fa.forward(q, q, q, True)
 
 
-@pytest.mark.gpu
-def test_a_known_shape_is_checked_again():
-    """The second call with known shapes still looks at pointers and gradients."""
-    q = tensor(2, 7, 4, 64, device="cuda")
-    cute_fa.forward(q, q, q)
-    off = tensor(2 * 7 * 4 * 64 + 1, device="cuda")[1:].view(2, 7, 4, 64)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_known_shape_is_checked_again(device):
+    """The second call with known shapes still looks at pointers, gradients and flags."""
+    q = tensor(2, 7, 4, 64, device=device)
+    cute_fa.forward(q, q, q, causal=True)
+    off = tensor(2 * 7 * 4 * 64 + 1, device=device)[1:].view(2, 7, 4, 64)
     with pytest.raises(ValueError, match="k must start at an address"):
-        cute_fa.forward(q, off, q)
+        cute_fa.forward(q, off, q, causal=True)
     with pytest.raises(ValueError, match="v must not require gradients"):
-        cute_fa.forward(q, q, q.clone().requires_grad_())
+        cute_fa.forward(q, q, q.clone().requires_grad_(), causal=True)
+    with pytest.raises(TypeError, match="causal must be True or False, got 1"):
+        cute_fa.forward(q, q, q, causal=1)
+
+
+def test_any_real_number_is_a_scale():
+    q = torch.randn(1, 7, 1, 64).to(torch.bfloat16)
+    half, other = (cute_fa.forward(q, q, q, softmax_scale=scale) for scale in (0.5, np.float32(0.5)))
+    if not torch.equal(half, other):
+        pytest.fail("the same scale as another type gave another result")
 
 
 @pytest.mark.gpu

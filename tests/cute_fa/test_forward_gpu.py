@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import cute_fa
+from cute_fa.arch import arch_of_capability
+from cute_fa.compiled import get_compiled
 from cute_fa.ladder import KERNELS
+from cute_fa.problem import StaticProblem
 from tests.cases import GPU_CASES, Case, assert_close, usable_layouts
 
 pytestmark = pytest.mark.gpu
@@ -96,15 +99,23 @@ def test_values_behind_the_last_key_do_not_matter(generator):
     assert_close(case, q, k, v, *run(case, q, k_long[:, :65], v_long[:, :65]))
 
 
-def test_nothing_is_written_outside_the_output(generator):
-    case = Case(65, 65, 64)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nothing_is_written_outside_the_output(kernel, generator):
+    """o and lse lie inside larger tensors, whose rest must stay as it was."""
+    case = Case(65, 70, 64, causal=True)
     q, k, v = case.tensors("cuda", generator)
-    first = run(case, q, k, v)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    again = run(case, q, k, v)
-    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
-    assert torch.cuda.memory_allocated() - before <= 2 * 65 * 2 * 64 * 2 + 4096
+    expected = run(case, q, k, v, kernel=kernel)
+    o_all = torch.full((3, 200, 4, 192), 7.0, dtype=case.dtype, device="cuda")
+    lse_all = torch.full((3, 4, 200), 7.0, device="cuda")
+    inside_o, inside_lse = (slice(1, 2), slice(60, 125), slice(1, 3), slice(64, 128)), (1, slice(1, 3), slice(60, 125))
+    static = StaticProblem(case.dtype, 64, case.causal, return_lse=True)
+    rung = KERNELS[kernel]
+    arch = arch_of_capability(torch.cuda.get_device_capability())
+    launch = get_compiled(static, rung, rung.config, arch)
+    launch(q, k, v, o_all[inside_o], lse_all[inside_lse][None], 64**-0.5)
+    assert torch.equal(o_all[inside_o], expected[0]) and torch.equal(lse_all[inside_lse][None], expected[1])
+    o_all[inside_o], lse_all[inside_lse] = 7.0, 7.0
+    assert (o_all == 7.0).all() and (lse_all == 7.0).all()
 
 
 def test_many_heads_and_batches(generator):
