@@ -165,6 +165,6 @@ def require_foldable_swizzle(tile: TileLayout, rows: int = 8) -> None:
         row, col = map(int, different[0])
         raise ValueError(
             f"{name}: element ({row}, {col}) is xored with {moved[row, col]} but ({row % rows}, 0) with "
-            f"{expected[row]}; a kernel's swizzle may depend on the row modulo {rows} alone (put it on an atom of {rows} rows, or let the shift "
-            f"follow the length of a row)"
+            f"{expected[row]}; a kernel's swizzle may depend on the row modulo {rows} alone (put it on an atom of "
+            f"{rows} rows, or let the shift follow the length of a row)"
         )

@@ -48,8 +48,8 @@ def test_catalog_layouts_fold_where_their_shift_follows_the_row(layout, cols):
     [
         ("S<3,3,3> o (1,D):(D,1)", r"\(0, 64\) is xored with 8 but \(0, 0\) with 0"),
         ("S<3,3,6> o (8,64):(64,1)", r"\(8, 0\) is xored with 8 but \(0, 0\) with 0"),
-        ("S<3,3,3> o (8,64):(72,1)", r"\(1, 56\) is xored with 16 but \(1, 0\) with 8"),
-        ("S<3,3,4> o (1,D):(D+8,1)", r"is xored"),
+        ("S<3,3,3> o (8,64):(72,1)", r"powers of two, got 72"),
+        ("S<3,3,4> o (1,D):(D+8,1)", "powers of two, got 136"),
     ],
 )
 def test_swizzles_that_change_from_access_to_access_are_refused(expression, first):

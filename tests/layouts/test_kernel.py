@@ -10,6 +10,7 @@ from cute_fa.ladder import KERNELS
 from layouts import CATALOG
 from layouts.access import kernel_paths
 from layouts.banks import kernel_report
+from layouts.parse import parse_expression
 
 NAMES = ["PLAIN", "PADDED_8", "DIRECT_334", "ATOM_64B"]
 
@@ -39,3 +40,21 @@ def test_emulated_wavefronts_equal_the_sum_of_the_paths(head_dim, name):
         actual[_kind(one.path.instruction)] += times * one.wavefronts
     assert emulated.report.by_path() == {kind: (ideal[kind], actual[kind]) for kind in actual}
     assert not emulated.report.faults
+
+
+EXOTIC = [
+    "S<1,3,4> o (4,64):(64,1)",
+    "S<2,4,3> o (8,64):(64,1)",
+    "S<3,3,3> o (64,8):(8,1)",
+    "(2,16):(24,1)",
+    "(32,32):(40,1)",
+]
+
+
+@pytest.mark.parametrize("expression", EXOTIC)
+def test_a_layout_that_the_kernel_takes_moves_data_and_nothing_else(expression):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, rows, 2, 64, generator=generator).to(torch.bfloat16) for rows in (70, 130, 130))
+    plain, other = (emulate_forward(q, k, v, layout=layout) for layout in ("PLAIN", parse_expression(expression)))
+    assert torch.equal(plain.o, other.o) and torch.equal(plain.lse, other.lse)
+    assert not other.report.faults
