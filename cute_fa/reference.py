@@ -1,4 +1,4 @@
-"""Attention in float32 or float64, written for clarity; and what a problem costs in operations and bytes."""
+"""Attention in float32 or float64, written for clarity; and how many operations a problem counts for."""
 
 from __future__ import annotations
 
@@ -55,24 +55,11 @@ def attention_reference(
     return o, lse
 
 
-def scores_computed(problem: AttentionProblem) -> int:
-    """Query-key pairs that some query sees, over all heads and batches."""
-    seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
-    pairs = seqlen_q * seqlen_k
-    if problem.causal:
-        # Query i sees min(S_k, max(0, i + 1 + S_k - S_q)) keys: an arithmetic series once it is above 0.
-        seeing = min(seqlen_q, seqlen_k)
-        pairs = seeing * (seqlen_k - seeing + 1 + seqlen_k) // 2
-    return pairs * problem.batch * problem.num_heads
-
-
 def flops(problem: AttentionProblem) -> int:
-    """Floating-point operations by the field's convention: 4 S_q S_k D a head, halved when causal."""
+    """Floating-point operations by the convention of flash-attn's benchmark: 4 S_q S_k D a head.
+
+    A causal problem counts half of that, also when S_q != S_k, where the share of scores that the mask leaves is
+    another: the number serves to compare times, and is not a count of what a kernel executes.
+    """
     total = 4 * problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * problem.head_dim
     return total // 2 if problem.causal else total
-
-
-def bytes_moved(problem: AttentionProblem) -> int:
-    """Bytes of q, k, v and o, each read or written once."""
-    rows = 2 * problem.seqlen_q * problem.num_heads + 2 * problem.seqlen_k * problem.num_heads_kv
-    return rows * problem.batch * problem.head_dim * problem.dtype.itemsize

@@ -22,6 +22,9 @@ LAYOUT_HELP = (
     'a name from layouts/catalog.py or layouts/toys.py, an expression such as "S<3,3,3> o (8,64):(64,1)" '
     "(D is the tile's width), or a Python file that defines one (FILE.py or FILE.py:NAME)"
 )
+# Kilobytes of shared memory that a CTA can have, most first, and the architectures that allow no more.
+_SMEM_KB = ((227, ("sm_90",)), (163, ("sm_80",)), (99, ("sm_86", "sm_89", "sm_120")))
+_SMEM_ALIGNMENT = 1024  # bytes; the kernels start each buffer at a multiple
 # Eight background colours of the 256-colour palette, one a bank, light enough for black digits.
 _BANK_COLOURS = (217, 223, 229, 193, 159, 153, 183, 252)
 
@@ -66,6 +69,17 @@ def _tile(text: str) -> tuple[int, int]:
     if rows <= 0 or cols <= 0:
         raise argparse.ArgumentTypeError(f"extents must be positive, got {text!r}")
     return rows, cols
+
+
+def _positive_int(text: str) -> int:
+    """An option's value as an int of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return value
 
 
 def _table(rows: Sequence[Sequence[object]], headings: Sequence[str]) -> str:
@@ -175,6 +189,12 @@ def _remarks(subject: Subject, report: KernelReport):
             except ValueError as error:
                 yield f"NOT USABLE by the kernels: {error}."
                 return
+        needed = sum(-(-tile.cosize * 2 // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT for tile in tiles.values())
+        limit = _smem_limit(needed)
+        if limit:
+            yield limit
+        if needed > _SMEM_KB[0][0] * 1024:
+            return
     if subject.element_bytes == 2:
         closed = rules_out(next(iter(tiles.values())))
         yield "rules out: " + (", ".join(closed) if closed else "nothing (TMA and WGMMA take it)") + "."
@@ -186,6 +206,18 @@ def _remarks(subject: Subject, report: KernelReport):
     yield f"each bank once a row and once a column of the first {block.shape[0]}x{block.shape[1]}: " + (
         f"no, {fault}." if fault else "yes."
     )
+
+
+def _smem_limit(needed: int) -> str | None:
+    """Which architectures have room for a CTA's buffers of ``needed`` bytes; None if all have."""
+    taken = f"Q, K and V take {needed} bytes in buffers of whole KB"
+    fits = [f"{' / '.join(archs)} ({kb} KB)" for kb, archs in _SMEM_KB if needed <= kb * 1024]
+    small = [f"{' / '.join(archs)} ({kb} KB)" for kb, archs in _SMEM_KB if needed > kb * 1024]
+    if not small:
+        return None
+    if not fits:
+        return f"NOT USABLE by the kernels: {taken}, and no GPU allows a CTA more than {_SMEM_KB[0][0]} KB."
+    return f"{taken}: fits {', '.join(fits)}, not {', '.join(small)}."
 
 
 def compare(args) -> int:
@@ -285,9 +317,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m layouts", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     kernel = argparse.ArgumentParser(add_help=False)
-    kernel.add_argument("--head-dim", type=int, default=128, help="columns of the tiles (default 128)")
+    kernel.add_argument("--head-dim", type=_positive_int, default=128, help="columns of the tiles (default 128)")
     kernel.add_argument("--tile", type=_tile, default=(64, 64), help="query rows x key rows (default 64x64)")
-    kernel.add_argument("--threads", type=int, default=128, help="threads of a CTA (default 128)")
+    kernel.add_argument("--threads", type=_positive_int, default=128, help="threads of a CTA (default 128)")
     as_json = argparse.ArgumentParser(add_help=False)
     as_json.add_argument("--json", action="store_true", help="print records instead of a table")
 

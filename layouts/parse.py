@@ -11,6 +11,7 @@ Grammar of an expression (blanks are free)::
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import runpy
 from pathlib import Path
@@ -155,6 +156,17 @@ def _from_file(path: Path, name: str | None) -> SmemLayout | FormulaLayout | Toy
     return next(iter(found.values()))
 
 
+def _hint(unknown: str, names: list[str]) -> str:
+    """What someone who typed an unknown name may have meant; empty if that can't be told."""
+    if os.path.isfile(f"{unknown}.py"):
+        return f"; a file? say {unknown}.py"
+    same = [name for name in names if name.casefold() == unknown.casefold()]
+    if same:
+        return f"; names are case-sensitive: did you mean {same[0]}?"
+    close = difflib.get_close_matches(unknown.upper(), names, 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def find_layout(text: str) -> SmemLayout | FormulaLayout | Toy:
     """The layout that a user names: in the catalog, among the toys, by expression or in a Python file.
 
@@ -171,7 +183,5 @@ def find_layout(text: str) -> SmemLayout | FormulaLayout | Toy:
         return _from_file(Path(file[1]), file[2])
     if re.fullmatch(r"\s*\w+\s*", text):
         names = [*CATALOG, *TOYS]
-        close = difflib.get_close_matches(text.strip().upper(), names, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"no layout named {text!r}{hint}\nknown names: {', '.join(names)}")
+        raise ValueError(f"no layout named {text!r}{_hint(text.strip(), names)}\nknown names: {', '.join(names)}")
     return parse_expression(text)

@@ -97,6 +97,7 @@ class TileCols:
 
 
 COLS = TileCols()
+_LARGEST = 2**31  # of an extent, a stride or what is added to COLS
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ class SmemLayout:
         SmemLayout("swizzled", (8, 64), (64, 1), Swizzle(3, 3, 3))      # Swizzle<3,3,3> o (8,64):(64,1)
 
     Raises:
-        ValueError: an extent or stride that is not a positive int or ``COLS`` plus a constant.
+        ValueError: a name that is no str, or an extent or stride that is not a positive int or ``COLS`` plus a
+            constant, or that is above 2**31.
     """
 
     name: str
@@ -125,6 +127,8 @@ class SmemLayout:
     swizzle: Swizzle = IDENTITY
 
     def __post_init__(self):
+        if not isinstance(self.name, str):
+            raise ValueError(f"a layout's name must be a str, got {self.name!r}")
         for what in ("shape", "stride"):
             modes = getattr(self, what)
             if not isinstance(modes, tuple) or len(modes) != 2:
@@ -134,6 +138,10 @@ class SmemLayout:
                 if not (isinstance(mode, TileCols) or (is_int and mode > 0)):
                     raise ValueError(
                         f"layout {self.name!r}: {what} must hold positive ints or COLS plus a constant, got {mode!r}"
+                    )
+                if abs(mode.plus if isinstance(mode, TileCols) else mode) > _LARGEST:
+                    raise ValueError(
+                        f"layout {self.name!r}: {what} must hold at most 2**31 ({_LARGEST}) in size, got {mode}"
                     )
         if not isinstance(self.swizzle, Swizzle):
             raise ValueError(f"layout {self.name!r}: swizzle must be a Swizzle, got {self.swizzle!r}")
@@ -146,7 +154,7 @@ class SmemLayout:
         """This layout over a tile of ``rows`` x ``cols`` elements.
 
         Raises:
-            ValueError: the atom doesn't divide the tile.
+            ValueError: the atom doesn't divide the tile, or an extent or stride isn't positive at its width.
         """
 
         def resolve(mode):
@@ -154,8 +162,15 @@ class SmemLayout:
 
         atom_shape = tuple(resolve(mode) for mode in self.shape)
         atom_stride = tuple(resolve(mode) for mode in self.stride)
+        for what, modes, values in (("shape", self.shape, atom_shape), ("stride", self.stride, atom_stride)):
+            for mode, value in zip(modes, values, strict=True):
+                if value <= 0:
+                    raise ValueError(
+                        f"layout {self.name!r} ({self}): {what} must be positive, but {mode} is {value} on a tile of "
+                        f"{cols} columns"
+                    )
         for extent, atom_extent, axis in zip((rows, cols), atom_shape, ("rows", "columns"), strict=True):
-            if atom_extent <= 0 or extent % atom_extent:
+            if extent % atom_extent:
                 raise ValueError(
                     f"layout {self.name!r} ({self}): its atom of {atom_shape[0]}x{atom_shape[1]} does not divide "
                     f"the {rows}x{cols} tile ({axis}: {extent} is not a multiple of {atom_extent})"

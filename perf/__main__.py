@@ -6,11 +6,12 @@ import argparse
 import importlib
 import sys
 
+from perf.output import ResultsNotWrittenError
 from perf.registry import COMMANDS, DEFAULT_COMMAND
 
 
 def main(argv: list[str]) -> int:
-    """Runs one subcommand and returns its exit status."""
+    """Runs one subcommand and returns its exit status; 1 if its results could not be written."""
     name, rest = DEFAULT_COMMAND, argv
     if argv and not argv[0].startswith("-"):
         name, rest = argv[0], argv[1:]
@@ -25,7 +26,11 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
-    return module.main(parser.parse_args(rest))
+    try:
+        return module.main(parser.parse_args(rest))
+    except ResultsNotWrittenError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -74,8 +74,12 @@ def positive_int(text: str) -> int:
 def seqlen_pair(text: str) -> tuple[int, int]:
     """ "4096" -> (4096, 4096); "1x8192" -> (1, 8192): S_q queries over S_k keys."""
     first, separator, second = text.partition("x")
-    seqlen_q = positive_int(first)
-    return seqlen_q, positive_int(second) if separator else seqlen_q
+    try:
+        seqlen_q = positive_int(first)
+        return seqlen_q, positive_int(second) if separator else seqlen_q
+    except argparse.ArgumentTypeError:
+        message = f"must be S or S_qxS_k, integers of at least 1 such as 4096 or 1x8192, got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def add_static_arguments(parser: argparse.ArgumentParser) -> None:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measures, prints and records; without a CUDA device it says that it can't."""
     if not torch.cuda.is_available():
-        print("Nothing was measured: no CUDA device is visible to PyTorch.")
+        progress("Nothing was measured: no CUDA device is visible to PyTorch.")
         return 0
     progress(f"host overhead of a call ({SMALL})")
     records = _call_records()

@@ -7,6 +7,7 @@ import argparse
 import torch
 
 from cute_fa.arch import ARCHS
+from cute_fa.ladder import KERNELS
 from cute_fa.problem import StaticProblem
 from perf import results
 from perf.cases import DTYPES, add_static_arguments, causal_values
@@ -68,7 +69,8 @@ def inspect_record(contestant: Contestant, static: StaticProblem, dtype: str, ar
 def _default_path(args):
     """The evidence's file for both head dimensions, all rungs and architectures; else another."""
     complete = args.layout is None and args.causal is None and args.dtype == "bf16"
-    complete &= len(args.head_dim) > 1 and getattr(args, "arch", None) == list(DEFAULT_ARCHS)
+    complete &= set(args.kernels) == set(KERNELS) and sorted(set(args.head_dim)) == [64, 128]
+    complete &= getattr(args, "arch", None) == list(DEFAULT_ARCHS)
     return results.results_path(results.COMPILED, "resources" if complete else "custom")
 
 

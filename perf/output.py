@@ -14,6 +14,10 @@ from tabulate import tabulate
 from perf.results import ROOT, write_results
 
 
+class ResultsNotWrittenError(Exception):
+    """The results file could not be written; the text names it and says why."""
+
+
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """--json, --csv and --output."""
     form = parser.add_mutually_exclusive_group()
@@ -28,13 +32,23 @@ def wants_tables(args: argparse.Namespace) -> bool:
 
 
 def emit(args: argparse.Namespace, document: dict, default_path: Path) -> None:
-    """Writes the results file, and its records to standard output where an option asks for it."""
+    """Writes the results file, and its records to standard output where an option asks for it.
+
+    Raises:
+        ResultsNotWrittenError: the system refused to write the file; the records have been printed all the same.
+    """
     path = args.output or default_path
-    write_results(path, document)
+    refusal = None
+    try:
+        write_results(path, document)
+    except OSError as error:
+        refusal = ResultsNotWrittenError(f"can't write the results to {path}: {error.strerror or error}")
     if args.json:
         print(json.dumps(document, indent=1))
     elif args.csv:
         print(as_csv(document["records"]), end="")
+    if refusal:
+        raise refusal
     resolved = path.resolve()
     shown = resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else path
     progress(f"results written to {shown}")

@@ -66,8 +66,12 @@ def write_results(path: Path, document: dict) -> None:
     text = json.dumps(head, indent=1)[:-2] + f',\n "records": [\n  {records}\n ]\n}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_results(path: Path) -> dict | None:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import torch
 
 from cute_fa.arch import arch_of_capability
+from cute_fa.emulator import EmulationError, EmulationFault
 from cute_fa.ladder import LADDER, select
 from cute_fa.reference import flops
 from perf import inspect_table, results
@@ -75,16 +76,23 @@ def _device() -> torch.device:
 
 def _emulated(args) -> str:
     """What the emulator counts when it runs the chosen rungs under the chosen layouts."""
-    records, notes = [], []
+    records, notes, faults, runs = [], [], [], 0
     for head_dim in args.head_dim:
         shape = Shape(*EMULATED_LENGTHS, head_dim, dtype=args.dtype)
         for contestant in rungs_from(args):
             progress(f"emulating {contestant.label}, D={head_dim}")
             try:
                 records += emulated_records(shape, contestant.name, layout=contestant.layout)
-            except ValueError as error:
+                runs += 1  # its report has no fault, else it had been raised
+            except EmulationFault as fault:
+                faults.append(f"FAULTY: {contestant.label}, D={head_dim}: {fault}")
+            except (ValueError, EmulationError) as error:
                 notes.append(f"{contestant.label} not emulated: {error}")
-    return "\n".join(["Emulated on the CPU, the compiled kernels themselves:", wavefront_table(records), *notes])
+    if runs:
+        clean = "the run above" if runs == 1 else f"the {runs} runs above"
+        notes.insert(0, f"The emulator found no race, stray access or uninitialised read in {clean}.")
+    title = "Emulated on the CPU, the compiled kernels themselves:"
+    return "\n".join([title, wavefront_table(records), *faults, *notes])
 
 
 def _default_path(args):

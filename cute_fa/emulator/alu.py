@@ -256,6 +256,24 @@ def bit_field_insert(a, b, position, length):
     return b & ~mask | shift_left(a, position) & mask
 
 
+def _dot_product(mods, num_sources):
+    """dp2a: the two halves of a times two bytes of b, the low (``lo``) or the high pair, added to c."""
+    if len(mods) != 3 or mods[0] not in ("lo", "hi") or not set(mods[1:]) <= {"u32", "s32"}:
+        return None
+    first_byte = 0 if mods[0] == "lo" else 2
+    out = "s32" if "s32" in mods else "u32"
+
+    def fn(a, b, c):
+        total = c.astype(np.uint32)
+        for i in range(2):
+            half = bit_field_extract(a, np.uint32(16 * i), np.uint32(16))
+            byte = bit_field_extract(b, np.uint32(8 * (first_byte + i)), np.uint32(8))
+            total = total + half.astype(np.uint32) * byte.astype(np.uint32)
+        return total.astype(DTYPES[out])
+
+    return Alu(fn, (out,), (*mods[1:], out))
+
+
 def _bfe(mods, num_sources):
     return Alu(bit_field_extract, mods, (mods[0], "u32", "u32")) if len(mods) == 1 else None
 
@@ -429,7 +447,7 @@ _BUILDERS = {
     "xor": _logic(np.bitwise_xor, 2), "not": _logic(_invert, 1), "shl": _shift(shift_left),
     "shr": _shift(shift_right), "shf": _funnel, "lop3": lambda mods, n: Alu(lop3, ("b32",), ("b32",) * 4),
     "prmt": lambda mods, n: Alu(prmt, ("b32",), ("b32",) * 3) if mods == ("b32",) else None, "bfe": _bfe,
-    "bfi": _bfi, "popc": _bit_count(lambda a: np.bitwise_count(a).astype(np.uint32)),
+    "bfi": _bfi, "dp2a": _dot_product, "popc": _bit_count(lambda a: np.bitwise_count(a).astype(np.uint32)),
     "clz": _bit_count(_count_leading_zeros), "brev": _logic(_reverse_bits, 1), "setp": _setp, "selp": _selp,
     "ex2": _unary(np.exp2), "lg2": _unary(np.log2), "rcp": _unary(np.reciprocal), "sqrt": _unary(np.sqrt),
     "rsqrt": _unary(lambda a: np.reciprocal(np.sqrt(a))), "tanh": _unary(np.tanh), "neg": _negate,

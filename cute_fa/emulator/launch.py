@@ -80,15 +80,14 @@ def emulate(
         EmulationError: arguments that don't fit the parameters, a block that is no multiple of 32 threads, or a
             part of a warp at an instruction that a warp executes together.
     """
-    start = time.perf_counter()
     program = translate(ptx)
-    translated = time.perf_counter()
+    start = time.perf_counter()
     launch = _make_launch(program.kernel, grid, block, shared_bytes)
     faults = FaultLog(launch.threads)
     memory = GlobalMemory(faults)
     params = _pack(program.kernel, args, memory)
     counter = WavefrontCounter(launch.threads)
-    report = EmulationReport(num_ctas=launch.num_ctas, translation_seconds=translated - start)
+    report = EmulationReport(num_ctas=launch.num_ctas)
     per_batch = max(1, BATCH_THREADS // launch.threads)
     with np.errstate(all="ignore"):
         for first in range(0, launch.num_ctas, per_batch):
@@ -97,10 +96,10 @@ def emulate(
             batch.execute()
             report.instructions += batch.instructions
             if progress:
-                progress(first + count, launch.num_ctas, time.perf_counter() - translated)
+                progress(first + count, launch.num_ctas, time.perf_counter() - start)
     report.faults = faults.faults()
     report.wavefronts = counter.result()
-    report.seconds = time.perf_counter() - translated
+    report.seconds = time.perf_counter() - start
     return report
 
 

@@ -74,7 +74,6 @@ class EmulationReport:
         faults: what was found, one entry a kind and instruction; empty for a correct kernel.
         num_ctas: CTAs executed.
         seconds: wall time of the execution, parse and translation left out.
-        translation_seconds: wall time of parse and translation (0 when cached).
         instructions: warp instructions executed.
     """
 
@@ -82,7 +81,6 @@ class EmulationReport:
     faults: list[Fault] = field(default_factory=list)
     num_ctas: int = 0
     seconds: float = 0.0
-    translation_seconds: float = 0.0
     instructions: int = 0
 
     @property
@@ -100,7 +98,8 @@ class EmulationReport:
     def raise_for_faults(self):
         """Raises EmulationFault that lists the faults, if there are any."""
         if self.faults:
-            raise EmulationFault(f"the emulated kernel has {len(self.faults)} faults:\n{self._listed_faults()}")
+            count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+            raise EmulationFault(f"the emulated kernel has {count}:\n{self._listed_faults()}")
 
     def _listed_faults(self) -> str:
         lines = [f"  {fault}" for fault in self.faults[:_FAULTS_SHOWN]]

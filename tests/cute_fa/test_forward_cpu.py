@@ -67,5 +67,5 @@ def test_a_fault_of_the_kernel_is_an_exception(monkeypatch):
     report = EmulationReport(faults=[Fault("race", "PTX line 7: st.shared.b32 [%r1], %r2", "two threads")])
     monkeypatch.setattr("cute_fa.emulator.forward.run_forward", lambda *args, **options: report)
     q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
-    with pytest.raises(EmulationFault, match=r"1 faults:\s+race: two threads\s+PTX line 7"):
+    with pytest.raises(EmulationFault, match=r"has 1 fault:\s+race: two threads\s+PTX line 7"):
         cute_fa.forward(q, q, q)

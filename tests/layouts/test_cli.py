@@ -209,3 +209,77 @@ def test_check_answers_in_under_a_second_and_imports_only_numpy():
         best = min(best, time.perf_counter() - start)
     assert done.stdout.splitlines()[-1] == "[]"
     assert best < 1.0
+
+
+def test_check_says_which_gpus_have_room(capsys):
+    assert "NOT USABLE" not in run(capsys, "check", "SWIZZLE_333")[1] and "fits" not in run(capsys, "check", "PLAIN")[1]
+    _, out, _ = run(capsys, "check", "SWIZZLE_333", "--tile", "128x256")
+    assert "Q, K and V take 163840 bytes" in out and "NOT USABLE" not in out
+    assert "fits sm_90 (227 KB), sm_80 (163 KB), not sm_86 / sm_89 / sm_120 (99 KB)." in out
+    _, out, _ = run(capsys, "check", "SWIZZLE_333", "--tile", "256x256")
+    assert "fits sm_90 (227 KB), not sm_80 (163 KB), sm_86 / sm_89 / sm_120 (99 KB)." in out
+    _, out, _ = run(capsys, "check", "SWIZZLE_333", "--tile", "256x512")
+    assert "NOT USABLE by the kernels: Q, K and V take 327680 bytes" in out
+    assert "no GPU allows a CTA more than 227 KB" in out
+
+
+def test_the_room_is_that_of_the_kernel_and_its_architectures():
+    from cute_fa.arch import ARCHS
+    from cute_fa.kernels.sm80_serial import SMEM_ALIGNMENT
+    from layouts.__main__ import _SMEM_ALIGNMENT, _SMEM_KB
+
+    assert _SMEM_ALIGNMENT == SMEM_ALIGNMENT
+    limits = {name.rstrip("a"): arch.smem_per_cta for name, arch in ARCHS.items()}
+    named = {name: kb * 1024 for kb, archs in _SMEM_KB for name in archs}
+    assert named.items() <= limits.items() and max(limits.values()) == _SMEM_KB[0][0] * 1024
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (("--head-dim", "0"), "'0'"),
+        (("--head-dim", "-64"), "'-64'"),
+        (("--head-dim", "wide"), "'wide'"),
+        (("--threads", "0"), "'0'"),
+    ],
+)
+def test_sizes_are_positive(argv, named, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["check", "PLAIN", *argv])
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert f"argument {argv[0]}: must be an integer of at least 1, got {named}" in err
+
+
+@pytest.mark.parametrize("big", ["(1,D):(999999999999999999999,1)", "(1,D):(D+999999999999999999999,1)"])
+def test_a_huge_stride_is_an_error(capsys, big):
+    code, _, err = run(capsys, "check", big)
+    assert code == 2
+    assert "stride must hold at most 2**31 (2147483648) in size" in err and "999999999999999999999" in err
+
+
+@pytest.mark.parametrize("expression", ["(1,D):(D-200,1)", "(1,D-200):(64,1)", "(1,D):(D-128,1)"])
+def test_a_size_that_is_not_positive_at_its_width_is_an_error(capsys, expression):
+    code, _, err = run(capsys, "check", expression)
+    assert code == 2
+    assert "must be positive, but D-" in err and "on a tile of 128 columns" in err
+
+
+def test_the_parts_of_a_layout_are_checked():
+    with pytest.raises(ValueError, match="name must be a str, got 7"):
+        SmemLayout(7, (8, 64), (64, 1))
+    with pytest.raises(
+        ValueError, match=r"'x': shape must hold at most 2\*\*31 \(2147483648\) in size, got 2147483649"
+    ):
+        SmemLayout("x", (2**31 + 1, 64), (64, 1))
+    SmemLayout("x", (1, COLS), (2**31, 1))
+
+
+def test_an_unknown_name_gets_a_hint(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "did you mean PLAIN?" in run(capsys, "check", "PLAN")[2]
+    assert "names are case-sensitive: did you mean PLAIN?" in run(capsys, "check", "plain")[2]
+    (tmp_path / "mine.py").touch()
+    code, _, err = run(capsys, "check", "mine")
+    assert code == 2 and "no layout named 'mine'; a file? say mine.py" in err
+    assert run(capsys, "check", "x" * 5000)[0] == 2

@@ -55,6 +55,14 @@ def test_bad_values_exit_2_and_name_the_option(argv, capsys):
     assert f"argument {argv[0]}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["5x", "x5", "5x0", "long", "1x2x3"])
+def test_a_bad_seqlen_is_shown_whole_with_its_form(text, capsys):
+    with pytest.raises(SystemExit):
+        parse("--seqlen", text)
+    err = capsys.readouterr().err
+    assert "must be S or S_qxS_k" in err and f"got {text!r}" in err
+
+
 def test_tensors_are_those_of_the_problem():
     case = Case("fp16", 2, 5, 7, 4, 2, 64, True)
     q, k, v = case.tensors("cpu")

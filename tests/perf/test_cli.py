@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import importlib
 import io
 import json
 import os
@@ -12,7 +14,9 @@ import sys
 import pytest
 import torch
 
-from perf import peers, registry, results, time_table
+from cute_fa.emulator import EmulationFault, UnknownInstructionError
+from cute_fa.ladder import KERNELS
+from perf import inspect_table, peers, registry, results, time_table
 from perf.__main__ import main
 from perf.contestants import Contestant
 from perf.inspect_table import NOT_TIMED
@@ -141,3 +145,79 @@ def test_a_layout_by_expression(no_gpu, tmp_path, capsys):
         main(["--layout", "ROTATE"])
     assert exit_.value.code == 2
     assert "--layout: must be a layout that a kernel can take" in capsys.readouterr().err
+
+
+def options(name: str, *argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    module = importlib.import_module(registry.COMMANDS[name])
+    module.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+EMULATED = ("--kernels", "kernel1", "--head-dim", "64", "--no-causal")
+
+
+def test_a_layout_of_24_columns_is_emulated():
+    """LLVM makes dp2a of its offsets."""
+    text = time_table._emulated(options("time", *EMULATED, "--layout", "(2,16):(24,1)"))
+    assert "ldmatrix.trans" in text and "not emulated" not in text
+
+
+def test_the_emulated_table_says_that_no_fault_was_found():
+    text = time_table._emulated(options("time", *EMULATED))
+    assert text.splitlines()[-1] == ("The emulator found no race, stray access or uninitialised read in the run above.")
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (
+            EmulationFault("the emulated kernel has 1 fault:\n  race: here"),
+            "FAULTY: kernel1, D=64: the emulated kernel",
+        ),
+        (UnknownInstructionError("line 7: what.b32"), "kernel1 not emulated: line 7: what.b32"),
+    ],
+)
+def test_what_went_wrong_in_the_emulator_is_shown(error, shown, monkeypatch):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(time_table, "emulated_records", fail)
+    text = time_table._emulated(options("time", *EMULATED))
+    assert shown in text and "found no race" not in text
+
+
+@pytest.mark.parametrize("form", [[], ["--json"], ["--csv"]])
+def test_host_without_a_gpu_prints_no_results(form, no_gpu, capsys):
+    assert main(["host", *form]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Nothing was measured" in captured.err
+
+
+@pytest.mark.parametrize("where", ["/proc/x", "folder", "folder/file/x.json"])
+def test_results_that_cannot_be_written_are_a_line(where, no_gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(inspect_table, "inspect_record", lambda *args: {"name": "stand-in"})
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    output = str(tmp_path / where)
+    assert main(["inspect", *SMALL, "--arch", "sm_90a", "--json", "--output", output]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["records"] == [{"name": "stand-in"}]
+    last = captured.err.splitlines()[-1]
+    assert last.startswith(f"python -m perf inspect: error: can't write the results to {output}: ")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "what"),
+    [
+        (["--head-dim", "64", "128"], "resources"),
+        (["--head-dim", "128", "64", "64"], "resources"),
+        (["--head-dim", "64", "128", "--kernels", *reversed(KERNELS)], "resources"),
+        (["--head-dim", "64", "64"], "custom"),
+        (["--head-dim", "64", "128", "--kernels", "kernel1"], "custom"),
+        ([], "custom"),
+    ],
+)
+def test_only_the_whole_set_replaces_the_committed_resources(argv, what):
+    assert inspect_table._default_path(options("inspect", *argv)).stem == what

@@ -115,6 +115,19 @@ def test_bit_manipulation():
     np.testing.assert_array_equal(elementwise("shf.r.wrap.b32 {d}, {0}, {1}, 39;", a, b), wrapped.astype(np.uint32))
 
 
+@pytest.mark.parametrize("mode", ["lo", "hi"])
+@pytest.mark.parametrize("a_type", ["u32", "s32"])
+@pytest.mark.parametrize("b_type", ["u32", "s32"])
+def test_dot_product_of_halves_and_bytes(mode, a_type, b_type):
+    a, b, c = bits(np.uint32, 1), bits(np.uint32, 2), bits(np.uint32, 3)
+    halves_of_a = a.view(np.uint16 if a_type == "u32" else np.int16).reshape(N, 2).astype(np.int64)
+    bytes_of_b = b.view(np.uint8 if b_type == "u32" else np.int8).reshape(N, 4).astype(np.int64)
+    pair = bytes_of_b[:, :2] if mode == "lo" else bytes_of_b[:, 2:]
+    expected = (c + (halves_of_a * pair).sum(1) & 0xFFFFFFFF).astype(np.uint32)
+    got = elementwise(f"dp2a.{mode}.{a_type}.{b_type} {{d}}, {{0}}, {{1}}, {{2}};", a, b, c)
+    np.testing.assert_array_equal(got, expected)
+
+
 def test_pack_and_unpack():
     low, high = bits(np.uint32, 1), bits(np.uint32, 2)
     both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
