@@ -45,7 +45,7 @@ def test_emulated_wavefronts_equal_the_sum_of_the_paths(head_dim, name):
 EXOTIC = [
     "S<1,3,4> o (4,64):(64,1)",
     "S<2,4,3> o (8,64):(64,1)",
-    "S<3,3,3> o (64,8):(8,1)",
+    "S<1,3,3> o (8,32):(32,1)",
     "(2,16):(24,1)",
     "(32,32):(40,1)",
 ]
