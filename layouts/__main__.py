@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layouts.access import Path, array_paths, kernel_paths
+from layouts.arguments import positive_int
 from layouts.banks import BankReport, KernelReport, bank_map, kernel_report
 from layouts.checks import bijection_fault, latin_fault, require_foldable_swizzle, require_vectors, tile_offsets
 from layouts.formula import FormulaLayout
@@ -69,17 +70,6 @@ def _tile(text: str) -> tuple[int, int]:
     if rows <= 0 or cols <= 0:
         raise argparse.ArgumentTypeError(f"extents must be positive, got {text!r}")
     return rows, cols
-
-
-def _positive_int(text: str) -> int:
-    """An option's value as an int of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return value
 
 
 def _table(rows: Sequence[Sequence[object]], headings: Sequence[str]) -> str:
@@ -317,9 +307,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m layouts", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     kernel = argparse.ArgumentParser(add_help=False)
-    kernel.add_argument("--head-dim", type=_positive_int, default=128, help="columns of the tiles (default 128)")
+    kernel.add_argument("--head-dim", type=positive_int, default=128, help="columns of the tiles (default 128)")
     kernel.add_argument("--tile", type=_tile, default=(64, 64), help="query rows x key rows (default 64x64)")
-    kernel.add_argument("--threads", type=_positive_int, default=128, help="threads of a CTA (default 128)")
+    kernel.add_argument("--threads", type=positive_int, default=128, help="threads of a CTA (default 128)")
     as_json = argparse.ArgumentParser(add_help=False)
     as_json.add_argument("--json", action="store_true", help="print records instead of a table")
 

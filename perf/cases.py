@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from cute_fa.problem import HEAD_DIMS, AttentionProblem, StaticProblem
+from layouts.arguments import positive_int
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENS = 16384  # B * S of the default set
@@ -58,17 +59,6 @@ class Case:
         seqlen = f"S={self.S_q}" if self.S_q == self.S_k else f"S_q={self.S_q} S_k={self.S_k}"
         heads = f"H={self.H}" if self.H_kv == self.H else f"H={self.H} H_kv={self.H_kv}"
         return f"{self.dtype} B={self.B} {seqlen} {heads} D={self.D} {'causal' if self.causal else 'full'}"
-
-
-def positive_int(text: str) -> int:
-    """An option's value as an int of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return value
 
 
 def seqlen_pair(text: str) -> tuple[int, int]:

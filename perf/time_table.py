@@ -11,8 +11,9 @@ from cute_fa.arch import arch_of_capability
 from cute_fa.emulator import EmulationError, EmulationFault
 from cute_fa.ladder import LADDER, select
 from cute_fa.reference import flops
+from layouts.arguments import positive_int
 from perf import inspect_table, results
-from perf.cases import Case, add_case_arguments, cases_from, is_default_set, positive_int
+from perf.cases import Case, add_case_arguments, cases_from, is_default_set
 from perf.contestants import Contestant, Unavailable, add_rung_arguments, rungs_from
 from perf.correctness import ErrorCheck
 from perf.emulation import Shape, emulated_records, wavefront_table
