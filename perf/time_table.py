@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Times the cases; without a CUDA device, inspects compiled kernels. 1 if a rung's error is too large."""
+    """Times the cases; without a CUDA device, inspects compiled kernels. 1 if a rung is wrong."""
     try:
         cases = cases_from(args)
     except ValueError as error:
@@ -48,7 +48,9 @@ def main(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         status = inspect_table.main(args)
         if wants_tables(args):
-            print(f"\n{_emulated(args)}")
+            text, faulty = _emulated(args)
+            print(f"\n{text}")
+            status = status or int(faulty)
         return status
 
     ceiling = _ceiling_record(args)
@@ -75,8 +77,8 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _emulated(args) -> str:
-    """What the emulator counts when it runs the chosen rungs under the chosen layouts."""
+def _emulated(args) -> tuple[str, bool]:
+    """What the emulator counts when it runs the chosen rungs, and whether it found a fault in one."""
     records, notes, faults, runs = [], [], [], 0
     for head_dim in args.head_dim:
         shape = Shape(*EMULATED_LENGTHS, head_dim, dtype=args.dtype)
@@ -93,7 +95,7 @@ def _emulated(args) -> str:
         clean = "the run above" if runs == 1 else f"the {runs} runs above"
         notes.insert(0, f"The emulator found no race, stray access or uninitialised read in {clean}.")
     title = "Emulated on the CPU, the compiled kernels themselves:"
-    return "\n".join([title, wavefront_table(records), *faults, *notes])
+    return "\n".join([title, wavefront_table(records), *faults, *notes]), bool(faults)
 
 
 def _default_path(args):

@@ -159,13 +159,14 @@ EMULATED = ("--kernels", "kernel1", "--head-dim", "64", "--no-causal")
 
 def test_a_layout_of_24_columns_is_emulated():
     """LLVM makes dp2a of its offsets."""
-    text = time_table._emulated(options("time", *EMULATED, "--layout", "(2,16):(24,1)"))
-    assert "ldmatrix.trans" in text and "not emulated" not in text
+    text, faulty = time_table._emulated(options("time", *EMULATED, "--layout", "(2,16):(24,1)"))
+    assert "ldmatrix.trans" in text and "not emulated" not in text and not faulty
 
 
 def test_the_emulated_table_says_that_no_fault_was_found():
-    text = time_table._emulated(options("time", *EMULATED))
+    text, faulty = time_table._emulated(options("time", *EMULATED))
     assert text.splitlines()[-1] == ("The emulator found no race, stray access or uninitialised read in the run above.")
+    assert not faulty
 
 
 @pytest.mark.parametrize(
@@ -183,8 +184,9 @@ def test_what_went_wrong_in_the_emulator_is_shown(error, shown, monkeypatch):
         raise error
 
     monkeypatch.setattr(time_table, "emulated_records", fail)
-    text = time_table._emulated(options("time", *EMULATED))
+    text, faulty = time_table._emulated(options("time", *EMULATED))
     assert shown in text and "found no race" not in text
+    assert faulty == isinstance(error, EmulationFault)
 
 
 @pytest.mark.parametrize("form", [[], ["--json"], ["--csv"]])
