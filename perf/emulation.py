@@ -1,6 +1,6 @@
 """``python -m perf emulate``: the emulator beside the GPU, on the same inputs.
 
-On a machine with a GPU and Nsight Compute it compares, for kernel1 and kernel2 over ``SHAPES``, the outputs
+On a machine with a GPU and Nsight Compute it compares, for the ladder's rungs over ``CASES``, the outputs
 bit by bit and the emulated wavefronts of shared memory with the hardware's counters, and writes
 ``perf/results/<device>/emulation.json``. Without them it prints what the emulator alone can tell.
 """
@@ -11,7 +11,6 @@ import argparse
 import json
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
 
 import torch
 
@@ -21,10 +20,10 @@ from cute_fa.emulator import DEFAULT_ARCH, EmulatedForward, emulate_forward
 from cute_fa.ladder import KERNELS, LADDER
 from layouts import SmemLayout
 from perf.bank_table import find_ncu, parse_ncu
+from perf.cases import Case
 from perf.output import add_output_arguments, as_csv, cell, emit, plain_table, progress, wants_tables
 from perf.results import ROOT, device_name, make_document, results_path
 
-COMPARED = ("kernel1", "kernel2")
 _COUNTER = "sm__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 # Counter → the emulator's paths that it counts, and whether it is exact.
 COUNTERS = {
@@ -33,45 +32,18 @@ COUNTERS = {
     _COUNTER.format("ld"): (("ld.shared",), True),
     _COUNTER.format("ldgsts"): (("cp.async",), False),
 }
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LAUNCHES = "import perf.emulation; perf.emulation.launch_all()"
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One problem, by the keys of results files: lengths, head dimension, mask, type, batch, heads."""
-
-    S_q: int
-    S_k: int
-    D: int
-    causal: bool = False
-    dtype: str = "bf16"
-    B: int = 1
-    H: int = 2
-    H_kv: int = 2
-
-    def tensors(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Random normal q, k, v; the same on every device."""
-        generator = torch.Generator().manual_seed(0)
-        shapes = ((self.S_q, self.H), (self.S_k, self.H_kv), (self.S_k, self.H_kv))
-        drawn = [torch.randn(self.B, s, h, self.D, generator=generator) for s, h in shapes]
-        return tuple(t.to(_DTYPES[self.dtype]).to(device) for t in drawn)
-
-    def __str__(self):
-        heads = f"{self.H}" if self.H_kv == self.H else f"{self.H}/{self.H_kv}"
-        text = f"{self.dtype} B={self.B} S={self.S_q}x{self.S_k} H={heads} D={self.D}"
-        return text + (" causal" if self.causal else "")
-
-
-SHAPES = (
-    Shape(256, 256, 64),
-    Shape(256, 256, 128, causal=True),
-    Shape(129, 129, 64, causal=True, dtype="fp16"),
-    Shape(200, 333, 128, B=2, H=4),
-    Shape(65, 65, 128),
-    Shape(200, 60, 64, causal=True, dtype="fp16", H_kv=1),
-    Shape(1, 500, 128, causal=True, H=4, H_kv=1),
-    Shape(512, 512, 128),
+CASES = (
+    Case("bf16", 1, 256, 256, 2, 2, 64, False),
+    Case("bf16", 1, 256, 256, 2, 2, 128, True),
+    Case("fp16", 1, 129, 129, 2, 2, 64, True),
+    Case("bf16", 2, 200, 333, 4, 2, 128, False),
+    Case("bf16", 1, 65, 65, 2, 2, 128, False),
+    Case("fp16", 1, 200, 60, 2, 1, 64, True),
+    Case("bf16", 1, 1, 500, 4, 1, 128, True),
+    Case("bf16", 1, 512, 512, 2, 2, 128, False),
 )
 
 
@@ -88,8 +60,8 @@ def main(args: argparse.Namespace) -> int:
     elif ncu is None:
         missing = "ncu was not found on the PATH, under /usr/local/cuda* or under /opt/nvidia/nsight-compute"
     if missing:
-        pairs = [(shape, name) for shape in SHAPES[:2] for name in emulated_rungs()]
-        records = [record for shape, name in pairs for record in emulated_records(shape, name)]
+        pairs = [(case, name) for case in CASES[:2] for name in emulated_rungs()]
+        records = [record for case, name in pairs for record in emulated_records(case, name)]
     else:
         records = compare_with_gpu(ncu)
     if wants_tables(args):
@@ -112,16 +84,14 @@ def main(args: argparse.Namespace) -> int:
 # --- emulated ----------------------------------------------------------------------------------------------
 
 
-def emulate_shape(
-    shape: Shape, name: str, arch: str = DEFAULT_ARCH, layout: SmemLayout | None = None
-) -> EmulatedForward:
-    """A rung, under its own layout or another, on a shape through the emulator.
+def emulate_case(case: Case, name: str, arch: str = DEFAULT_ARCH, layout: SmemLayout | None = None) -> EmulatedForward:
+    """A rung, under its own layout or another, on a case through the emulator.
 
     Raises:
         EmulationFault: the emulator found a fault of the kernel.
         ValueError: the rung can't take the layout.
     """
-    result = emulate_forward(*shape.tensors("cpu"), causal=shape.causal, kernel=name, layout=layout, arch=arch)
+    result = emulate_forward(*case.tensors("cpu"), causal=case.causal, kernel=name, layout=layout, arch=arch)
     result.report.raise_for_faults()
     return result
 
@@ -137,18 +107,18 @@ def predicted_wavefronts(result: EmulatedForward, paths: tuple[str, ...]) -> tup
     return sum(ideal for ideal, _ in found), sum(actual for _, actual in found)
 
 
-def _common(shape: Shape, name: str, arch: str, layout: SmemLayout | None = None) -> dict:
+def _common(case: Case, name: str, arch: str, layout: SmemLayout | None = None) -> dict:
     layout = layout or KERNELS[name].config.layout
-    return {"name": name, "kind": "rung", **asdict(shape), "layout": layout.name, "arch": arch}
+    return {"name": name, "kind": "rung", **case.as_record(), "layout": layout.name, "arch": arch}
 
 
-def emulated_records(shape: Shape, name: str, arch: str = DEFAULT_ARCH, layout: SmemLayout | None = None) -> list[dict]:
-    """One record a path: ideal and predicted wavefronts. Raises as ``emulate_shape``."""
-    result = emulate_shape(shape, name, arch, layout)
+def emulated_records(case: Case, name: str, arch: str = DEFAULT_ARCH, layout: SmemLayout | None = None) -> list[dict]:
+    """One record a path: ideal and predicted wavefronts. Raises as ``emulate_case``."""
+    result = emulate_case(case, name, arch, layout)
     seconds = round(result.report.seconds_per_cta, 5)
     return [
         {
-            **_common(shape, name, arch, layout),
+            **_common(case, name, arch, layout),
             "path": path,
             "ideal": ideal,
             "predicted": actual,
@@ -162,25 +132,25 @@ def emulated_records(shape: Shape, name: str, arch: str = DEFAULT_ARCH, layout: 
 
 
 def compare_with_gpu(ncu: str) -> list[dict]:
-    """Records of outputs and of counters, for every shape and kernel."""
+    """Records of outputs and of counters, for every case and kernel."""
     arch = arch_of_capability(torch.cuda.get_device_capability())
     records, results = [], {}
-    for shape in SHAPES:
-        for name in COMPARED:
-            result = results[shape, name] = emulate_shape(shape, name, arch)
-            o, lse = _gpu_forward(shape, name)
+    for case in CASES:
+        for name in emulated_rungs():
+            result = results[case, name] = emulate_case(case, name, arch)
+            o, lse = _gpu_forward(case, name)
             difference = output_difference(result.o, o.cpu())
             lse_error = _largest_difference(result.lse, lse.cpu())
             seconds = round(result.report.seconds_per_cta, 5)
             record = {"path": "o", **difference, "lse_error": lse_error, "seconds_per_cta": seconds}
-            records.append({**_common(shape, name, arch), **record})
+            records.append({**_common(case, name, arch), **record})
     counted = run_ncu(ncu)
-    for (shape, name), counters in zip(results, counted, strict=True):
+    for (case, name), counters in zip(results, counted, strict=True):
         for counter, (paths, exact) in COUNTERS.items():
-            ideal, predicted = predicted_wavefronts(results[shape, name], paths)
+            ideal, predicted = predicted_wavefronts(results[case, name], paths)
             record = {"path": " + ".join(paths), "counter": counter, "exact": exact, "ideal": ideal}
             record |= {"wavefronts": counters[counter], "predicted": predicted}
-            records.append({**_common(shape, name, arch), **record})
+            records.append({**_common(case, name, arch), **record})
     return records
 
 
@@ -189,15 +159,17 @@ def differing(records: list[dict]) -> list[dict]:
     return [record for record in records if record.get("exact") and record["wavefronts"] != record["predicted"]]
 
 
-def _gpu_forward(shape: Shape, name: str):
-    return cute_fa.forward(*shape.tensors("cuda"), causal=shape.causal, kernel=name, return_lse=True)
+def _gpu_forward(case: Case, name: str):
+    # Drawn on the CPU, so that the emulator and the GPU get the same inputs.
+    q, k, v = (tensor.to("cuda") for tensor in case.tensors("cpu"))
+    return cute_fa.forward(q, k, v, causal=case.causal, kernel=name, return_lse=True)
 
 
 def launch_all() -> None:
     """Launches every kernel once, in the order of ``compare_with_gpu``: what ncu runs."""
-    for shape in SHAPES:
-        for name in COMPARED:
-            _gpu_forward(shape, name)
+    for case in CASES:
+        for name in emulated_rungs():
+            _gpu_forward(case, name)
     torch.cuda.synchronize()
 
 
@@ -244,7 +216,7 @@ def run_ncu(ncu: str) -> list[dict[str, int]]:
     command += ["--metrics", ",".join(COUNTERS), sys.executable, "-c", _LAUNCHES]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     rows = parse_ncu(done.stdout)
-    expected = [name for _ in SHAPES for name in COMPARED]
+    expected = [name for _ in CASES for name in emulated_rungs()]
     seen = [row["Kernel Name"] for row in rows]
     matching = len(seen) == len(expected) and all(name in full for name, full in zip(expected, seen, strict=True))
     if done.returncode or not matching:
@@ -260,16 +232,16 @@ def print_tables(records: list[dict]) -> None:
     """Tables of outputs, where they were compared, of wavefronts, and of the emulator's time."""
     outputs = [r for r in records if r["path"] == "o"]
     if outputs:
-        headers = ["shape", "kernel", "bits equal", "max ulp", "max ulp of row", "lse error"]
+        headers = ["case", "kernel", "bits equal", "max ulp", "max ulp of row", "lse error"]
         rows = [
-            [_shape_of(r), r["name"], f"{r['equal']:.2%}", cell(r["max_ulp"]), cell(r["max_row_ulp"]),
+            [_case_of(r), r["name"], f"{r['equal']:.2%}", cell(r["max_ulp"]), cell(r["max_row_ulp"]),
              cell(r["lse_error"], ".1e")] for r in outputs
         ]  # fmt: skip
         print(f"Outputs of the GPU and the emulator\n\n{plain_table(headers, rows)}\n")
     print(f"Wavefronts of shared memory\n\n{wavefront_table(records)}\n")
-    seconds = {(_shape_of(r), r["name"]): r["seconds_per_cta"] for r in records if "seconds_per_cta" in r}
+    seconds = {(_case_of(r), r["name"]): r["seconds_per_cta"] for r in records if "seconds_per_cta" in r}
     rows = [[*which, cell(1e3 * each, ".1f")] for which, each in seconds.items()]
-    print(f"Time of the emulator\n\n{plain_table(['shape', 'kernel', 'ms a CTA'], rows)}")
+    print(f"Time of the emulator\n\n{plain_table(['case', 'kernel', 'ms a CTA'], rows)}")
 
 
 def wavefront_table(records: list[dict]) -> str:
@@ -280,10 +252,10 @@ def wavefront_table(records: list[dict]) -> str:
         difference = None if counted is None else counted - r["predicted"]
         ways = r["predicted"] / r["ideal"] if r["ideal"] else None
         numbers = [cell(r["ideal"], ","), cell(r["predicted"], ","), cell(ways, ".2f"), cell(counted, ",")]
-        rows.append([_shape_of(r), f"{r['name']} {r['layout']}", r["path"], *numbers, cell(difference, "+,")])
-    headers = ["shape", "kernel", "path", "ideal", "emulated", "ways", "counted", "difference"]
+        rows.append([_case_of(r), f"{r['name']} {r['layout']}", r["path"], *numbers, cell(difference, "+,")])
+    headers = ["case", "kernel", "path", "ideal", "emulated", "ways", "counted", "difference"]
     return plain_table(headers, rows)
 
 
-def _shape_of(record: dict) -> str:
-    return str(Shape(**{key: record[key] for key in Shape.__dataclass_fields__}))
+def _case_of(record: dict) -> str:
+    return str(Case(**{key: record[key] for key in Case.__dataclass_fields__}))

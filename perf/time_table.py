@@ -16,7 +16,7 @@ from perf import inspect_table, results
 from perf.cases import Case, add_case_arguments, cases_from, is_default_set
 from perf.contestants import Contestant, Unavailable, add_rung_arguments, rungs_from
 from perf.correctness import ErrorCheck
-from perf.emulation import Shape, emulated_records, wavefront_table
+from perf.emulation import emulated_records, wavefront_table
 from perf.output import add_output_arguments, cell, emit, plain_table, progress, wants_tables
 from perf.peers import MATMUL_SIZE, PEERS, SDPA_FLASH, matmul_call
 from perf.resources import resources_of
@@ -24,6 +24,7 @@ from perf.timing import time_interleaved
 
 CASE_BUDGET_S = 1.5
 EMULATED_LENGTHS = (256, 256)
+EMULATED_HEADS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,11 +82,11 @@ def _emulated(args) -> tuple[str, bool]:
     """What the emulator counts when it runs the chosen rungs, and whether it found a fault in one."""
     records, notes, faults, runs = [], [], [], 0
     for head_dim in args.head_dim:
-        shape = Shape(*EMULATED_LENGTHS, head_dim, dtype=args.dtype)
+        case = Case(args.dtype, 1, *EMULATED_LENGTHS, EMULATED_HEADS, EMULATED_HEADS, head_dim, False)
         for contestant in rungs_from(args):
             progress(f"emulating {contestant.label}, D={head_dim}")
             try:
-                records += emulated_records(shape, contestant.name, layout=contestant.layout)
+                records += emulated_records(case, contestant.name, layout=contestant.layout)
                 runs += 1  # its report has no fault, else it had been raised
             except EmulationFault as fault:
                 faults.append(f"FAULTY: {contestant.label}, D={head_dim}: {fault}")

@@ -9,9 +9,11 @@ import torch
 
 from perf import emulation
 from perf.__main__ import main as perf_main
-from perf.emulation import COUNTERS, KERNELS, SHAPES, Shape
+from perf.cases import Case
+from perf.emulation import CASES, COUNTERS
 from perf.results import RESULTS, slug
 
+KERNELS = emulation.emulated_rungs()
 FILES = sorted(RESULTS.glob("*/emulation.json"))
 
 
@@ -25,7 +27,7 @@ def test_launches_that_ncu_did_not_see_are_an_error(tmp_path):
 
 def test_counters_are_taken_in_the_order_of_the_launches(tmp_path):
     columns = ",".join(f'"{counter}"' for counter in COUNTERS)
-    names = [name for _ in SHAPES for name in KERNELS]
+    names = [name for _ in CASES for name in KERNELS]
     rows = [f'"{i}","cute_fa_{name}_0","1,{i:03}","32","8.0","4096"' for i, name in enumerate(names)]
     text = "\n".join(["==PROF==", f'"ID","Kernel Name",{columns}', '"","","","","",""', *rows])
     fake = tmp_path / "ncu"
@@ -49,8 +51,8 @@ def test_units_of_the_last_place(dtype):
 
 
 def test_inputs_are_the_same_every_time():
-    shape = Shape(5, 7, 64, dtype="fp16", H=4, H_kv=2)
-    (q, k, v), again = shape.tensors("cpu"), shape.tensors("cpu")
+    case = Case("fp16", 1, 5, 7, 4, 2, 64, False)
+    (q, k, v), again = case.tensors("cpu"), case.tensors("cpu")
     assert q.shape == (1, 5, 4, 64) and k.shape == v.shape == (1, 7, 2, 64) and q.dtype == torch.float16
     assert all(torch.equal(a, b) for a, b in zip((q, k, v), again, strict=True))
 
@@ -67,10 +69,10 @@ def test_without_a_gpu_the_emulated_wavefronts_are_shown(capsys):
 @pytest.mark.parametrize("off_by", [0, 1])
 def test_comparison_with_a_gpu_that_is_stood_in_for(off_by, monkeypatch, capsys):
     """The emulator plays the GPU's part: its outputs, and its wavefronts as the counters."""
-    monkeypatch.setattr(emulation, "SHAPES", (Shape(65, 65, 64, causal=True),))
+    monkeypatch.setattr(emulation, "CASES", (Case("bf16", 1, 65, 65, 2, 2, 64, True),))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    results = {name: emulation.emulate_shape(emulation.SHAPES[0], name) for name in KERNELS}
-    monkeypatch.setattr(emulation, "_gpu_forward", lambda shape, name: (results[name].o, results[name].lse))
+    results = {name: emulation.emulate_case(emulation.CASES[0], name) for name in KERNELS}
+    monkeypatch.setattr(emulation, "_gpu_forward", lambda case, name: (results[name].o, results[name].lse))
 
     def counted(ncu):
         found = [
@@ -94,14 +96,14 @@ def test_comparison_with_a_gpu_that_is_stood_in_for(off_by, monkeypatch, capsys)
 def test_committed_results_agree_with_the_emulator(path):
     content = json.loads(path.read_text())
     assert slug(content["device"]) == path.parent.name
-    fields = list(Shape.__dataclass_fields__)
+    fields = list(Case.__dataclass_fields__)
     runs = {}
     for record in content["records"]:
-        shape = Shape(**{field: record[field] for field in fields})
-        runs.setdefault((shape, record["name"], record["arch"]), []).append(record)
-    assert {(shape, name) for shape, name, _ in runs} == {(shape, name) for shape in SHAPES for name in KERNELS}
-    for (shape, name, arch), records in runs.items():
-        result = emulation.emulate_shape(shape, name, arch)
+        case = Case(**{field: record[field] for field in fields})
+        runs.setdefault((case, record["name"], record["arch"]), []).append(record)
+    assert {(case, name) for case, name, _ in runs} == {(case, name) for case in CASES for name in KERNELS}
+    for (case, name, arch), records in runs.items():
+        result = emulation.emulate_case(case, name, arch)
         for record in records:
             if record["path"] == "o":
                 assert record["max_row_ulp"] <= 2 and record["lse_error"] < 1e-3
