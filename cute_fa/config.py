@@ -28,3 +28,27 @@ class KernelConfig:
 
     def __str__(self):
         return f"{self.tile_m}x{self.tile_n}, {self.num_threads} threads, {self.layout.name}"
+
+
+@dataclass(frozen=True)
+class PipelinedConfig(KernelConfig):
+    """What the pipelined kernels choose besides.
+
+    Args:
+        num_stages: 1: K and V have one buffer each; K loads while the softmax and P V run, V while Q K^T does.
+            2: both have two, and load during the whole iteration before theirs.
+        q_in_registers: each warp keeps its rows of Q in registers; else it reads them from shared memory for
+            every tile of keys.
+        lazy_rescale: the softmax's reference follows a row's maximum only when that has risen by more than a
+            threshold; else at every rise.
+    """
+
+    num_stages: int
+    q_in_registers: bool
+    lazy_rescale: bool
+
+    def __str__(self):
+        parts = [super().__str__(), f"{self.ctas_per_sm} CTAs an SM", f"{self.num_stages} stages"]
+        parts += ["Q in registers"] if self.q_in_registers else []
+        parts += ["lazy rescale"] if self.lazy_rescale else []
+        return ", ".join(parts)

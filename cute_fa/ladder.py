@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cute_fa.arch import get_arch
-from cute_fa.config import KernelConfig
+from cute_fa.config import KernelConfig, PipelinedConfig
+from cute_fa.kernels.sm80_pipelined import Sm80Pipelined
 from cute_fa.kernels.sm80_serial import Sm80Serial
 from cute_fa.problem import AttentionProblem
 from layouts import CATALOG, PLAIN, SWIZZLE_333, SmemLayout
@@ -36,6 +37,18 @@ class Rung:
 
 _SERIAL = KernelConfig(tile_m=64, tile_n=64, num_threads=128, ctas_per_sm=3, layout=PLAIN)
 
+_PIPELINED = PipelinedConfig(
+    tile_m=64,
+    tile_n=64,
+    num_threads=128,
+    ctas_per_sm=2,
+    layout=SWIZZLE_333,
+    num_stages=2,
+    q_in_registers=True,
+    lazy_rescale=False,
+)
+_TALL = replace(_PIPELINED, tile_m=128, q_in_registers=False)
+
 LADDER: tuple[Rung, ...] = (
     Rung(
         name="kernel1",
@@ -52,6 +65,27 @@ LADDER: tuple[Rung, ...] = (
         min_arch=(8, 0),
         changed="The layout: Swizzle<3,3,3> o (8,64):(64,1). No access conflicts: an eighth of the wavefronts of "
         "ldmatrix and of the stores of O.",
+    ),
+    Rung(
+        name="kernel3",
+        kernel=Sm80Pipelined,
+        config=_PIPELINED,
+        min_arch=(8, 0),
+        changed="Loads.",
+    ),
+    Rung(
+        name="kernel4",
+        kernel=Sm80Pipelined,
+        config=_TALL,
+        min_arch=(8, 0),
+        changed="Tile.",
+    ),
+    Rung(
+        name="kernel5",
+        kernel=Sm80Pipelined,
+        config=replace(_TALL, lazy_rescale=True),
+        min_arch=(8, 0),
+        changed="Lazy.",
     ),
 )
 

@@ -7,15 +7,17 @@ import cutlass.cute as cute
 from layouts.smem_layout import TileLayout
 
 
-def to_cute(layout: TileLayout) -> cute.ComposedLayout:
+def to_cute(layout: TileLayout, stages: int | None = None) -> cute.ComposedLayout:
     """The CuTe layout of a tile: (rows, cols) -> element offset. Call it while a kernel is traced.
 
     Every layout, the unswizzled ones too, becomes ``Swizzle o 0 o shape:stride``, so a kernel's source
-    does not depend on which layout it was given.
+    does not depend on which layout it was given. With ``stages``, (rows, cols, stage): as many tiles, one
+    behind the other.
     """
     swizzle = layout.layout.swizzle
+    shape, stride = layout.shape, layout.stride
+    if stages is not None:
+        shape, stride = (*shape, stages), (*stride, layout.cosize)
     return cute.make_composed_layout(
-        cute.make_swizzle(swizzle.bits, swizzle.base, swizzle.shift),
-        0,
-        cute.make_layout(layout.shape, stride=layout.stride),
+        cute.make_swizzle(swizzle.bits, swizzle.base, swizzle.shift), 0, cute.make_layout(shape, stride=stride)
     )

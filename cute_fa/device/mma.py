@@ -57,7 +57,8 @@ class SmemOperand:
     """An operand of a product that lies in shared memory: its ldmatrix view and its fragment."""
 
     def __init__(self, copy_atom: cute.CopyAtom, tiled_mma: cute.TiledMma, which: str, tile: cute.Tensor, tidx):
-        """``which`` is "A" (rows x k) or "B" (cols x k); ``tile`` is the shared-memory tensor."""
+        """``which`` is "A" (rows x k) or "B" (cols x k); ``tile`` is the shared-memory tensor, with a last
+        mode of stages if there are several."""
         make_tiled_copy = {"A": cute.make_tiled_copy_A, "B": cute.make_tiled_copy_B}[which]
         thr_mma = tiled_mma.get_slice(tidx)
         partition = {"A": thr_mma.partition_A, "B": thr_mma.partition_B}[which]
@@ -65,13 +66,15 @@ class SmemOperand:
         self.tiled_copy = make_tiled_copy(copy_atom, tiled_mma)
         thr_copy = self.tiled_copy.get_slice(tidx)
         self.smem = thr_copy.partition_S(tile)
-        self.fragment = make_fragment(partition(tile))
+        self.is_staged = cute.rank(tile) == 3
+        self.fragment = make_fragment(partition(tile[None, None, 0] if self.is_staged else tile))
         self.fragment_view = thr_copy.retile(self.fragment)
         self.num_k = cute.size(self.fragment, mode=[2])
 
-    def load(self, k: int) -> cute.Tensor:
-        """Loads k-slice ``k`` by ldmatrix; returns its fragment."""
-        cute.copy(self.tiled_copy, self.smem[None, None, k], self.fragment_view[None, None, k])
+    def load(self, k: int, stage=None) -> cute.Tensor:
+        """Loads k-slice ``k`` (of a stage) by ldmatrix; returns its fragment."""
+        source = self.smem[None, None, k, stage] if self.is_staged else self.smem[None, None, k]
+        cute.copy(self.tiled_copy, source, self.fragment_view[None, None, k])
         return self.fragment[None, None, k]
 
     def load_all(self):
@@ -80,7 +83,18 @@ class SmemOperand:
             self.load(k)
 
 
-def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: SmemOperand):
-    """acc += A B^T, A from registers, B from shared memory."""
+def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: SmemOperand, stage=None):
+    """acc += A B^T, A from registers, B (of a stage) from shared memory."""
     for k in range(b.num_k):
-        cute.gemm(tiled_mma, acc, a[None, None, k], b.load(k), acc)
+        cute.gemm(tiled_mma, acc, a[None, None, k], b.load(k, stage), acc)
+
+
+def gemm_ss(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: SmemOperand, b: SmemOperand, stage=None):
+    """acc += A B^T, both from shared memory, B of a stage."""
+    for k in range(b.num_k):
+        cute.gemm(tiled_mma, acc, a.load(k), b.load(k, stage), acc)
+
+
+def k_slice(acc: cute.Tensor, k: int) -> cute.Tensor:
+    """The 16 columns of an accumulator that become k-slice ``k`` of the next product's operand A."""
+    return cute.logical_divide(acc, (None, None, 2))[None, None, (None, k)]

@@ -16,6 +16,7 @@ from cute_fa.device.mma import acc_as_rows
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+RESCALE_THRESHOLD = 8.0  # P stays below 2**8: far from fp16's largest, and as precise as below 1
 
 
 @cute.jit
@@ -28,10 +29,11 @@ def quad_reduce(value, op: cutlass.Constexpr):
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """Running maximum and sum of each row, in fp32.
+    """Running reference and sum of each row, in fp32.
 
-    ``row_max`` is the maximum of the raw scores; ``row_sum`` is this thread's own part of the sum of
-    exp2(c * (s - row_max)), reduced over the quad once, at the end.
+    ``row_max`` is what scores are held against, raw and unscaled: the running maximum, or one that lags
+    behind it. ``row_sum`` is this thread's own part of the sum of exp2(c * (s - row_max)), reduced over the
+    quad once, at the end. Whichever reference: it cancels when O is divided by the sum.
     """
 
     scale_log2: cutlass.Float32
@@ -48,22 +50,53 @@ class OnlineSoftmax:
         return OnlineSoftmax(scale_log2, row_max, row_sum)
 
     @cute.jit
-    def update(self, acc_S: cute.Tensor, acc_O: cute.Tensor):
-        """Turns a tile of scores into probabilities in place, and rescales O to the new maximum."""
+    def scaled_max(self, row_max):
+        """c * row_max; 0 for a row that has seen no key yet, since -inf - (-inf) would be NaN."""
+        return 0.0 if row_max == -cutlass.Float32.inf else row_max * self.scale_log2
+
+    @cute.jit
+    def row_max_with(self, acc_S: cute.Tensor) -> cute.Tensor:
+        """The maximum of each row's reference and this thread's own scores."""
         scores = acc_as_rows(acc_S)
+        row_max = cute.make_rmem_tensor(self.row_max.layout, cutlass.Float32)
+        for r in cutlass.range_constexpr(cute.size(row_max)):
+            row_max[r] = scores[r, None].load().reduce(cute.ReductionOp.MAX, self.row_max[r], 0)
+        return row_max
+
+    @cute.jit
+    def rescale(self, row_max: cute.Tensor, acc_O: cute.Tensor):
+        """Takes a thread's maxima, over the quad, as the reference: O and the sums follow."""
         output = acc_as_rows(acc_O)
+        for r in cutlass.range_constexpr(cute.size(row_max)):
+            new_max = quad_reduce(row_max[r], cute.arch.fmax)
+            factor = cute.math.exp2(self.row_max[r] * self.scale_log2 - self.scaled_max(new_max), fastmath=True)
+            self.row_max[r] = new_max
+            self.row_sum[r] = self.row_sum[r] * factor
+            output[r, None] = output[r, None].load() * factor
+
+    @cute.jit
+    def rescale_if_needed(self, row_max: cute.Tensor, acc_O: cute.Tensor):
+        """The same, but only if a row of this warp has risen by more than a factor of 2**RESCALE_THRESHOLD.
+
+        Random scores rise that far in the first tiles alone; all others cost one vote and neither a shuffle
+        nor a multiplication of O. The idea is FlashAttention-4's (Dao-AILab/flash-attention, flash_attn/cute).
+        """
+        rises = cutlass.Boolean(False)
+        for r in cutlass.range_constexpr(cute.size(row_max)):
+            # NaN, from a row without a key, compares as no rise.
+            rises = rises | ((row_max[r] - self.row_max[r]) * self.scale_log2 > RESCALE_THRESHOLD)
+        if cute.arch.vote_any_sync(rises):
+            self.rescale(row_max, acc_O)
+
+    @cute.jit
+    def exponentiate(self, acc_S: cute.Tensor):
+        """Turns scores, a tile or some of its columns, into unnormalised probabilities in place."""
+        scores = acc_as_rows(acc_S)
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
-            score_row = scores[r, None].load()
-            row_max = score_row.reduce(cute.ReductionOp.MAX, self.row_max[r], 0)
-            row_max = quad_reduce(row_max, cute.arch.fmax)
-            # A row that has seen no key yet has maximum -inf, and -inf - (-inf) would be NaN.
-            scaled_max = 0.0 if row_max == -cutlass.Float32.inf else row_max * self.scale_log2
-            probs = cute.math.exp2(score_row * self.scale_log2 - scaled_max, fastmath=True)
-            rescale = cute.math.exp2(self.row_max[r] * self.scale_log2 - scaled_max, fastmath=True)
-            self.row_sum[r] = probs.reduce(cute.ReductionOp.ADD, self.row_sum[r] * rescale, 0)
-            self.row_max[r] = row_max
+            scaled_max = self.scaled_max(self.row_max[r])
+            probs = cute.math.exp2(scores[r, None].load() * self.scale_log2 - scaled_max, fastmath=True)
+            self.row_sum[r] = probs.reduce(cute.ReductionOp.ADD, self.row_sum[r], 0)
             scores[r, None] = probs
-            output[r, None] = output[r, None].load() * rescale
 
     @cute.jit
     def finish(self, acc_O: cute.Tensor) -> cute.Tensor:

@@ -136,7 +136,10 @@ def address_reader(operands: list[Mem], rows: RegisterMap, kernel: Kernel):
     offsets = np.array([[o.offset] for o in operands], np.int64)
     first = operands[0].base
     if isinstance(first, Reg):
-        base = reader([o.base for o in operands], "u32" if first.bits == 32 else "u64", rows, kernel, None)
+        if first.bits == 32:  # the sum wraps: compilers hold a base below 0 and add a larger offset
+            base = reader([o.base for o in operands], "u32", rows, kernel, None)
+            return lambda frame: (base(frame).astype(np.int64) + offsets) & 0xFFFFFFFF
+        base = reader([o.base for o in operands], "u64", rows, kernel, None)
         return lambda frame: base(frame).astype(np.int64) + offsets
     if isinstance(first, Symbol):
         missing = [o.base.name for o in operands if o.base.name not in kernel.shared]

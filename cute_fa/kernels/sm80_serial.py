@@ -20,9 +20,9 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 
-from cute_fa.arch import get_arch
 from cute_fa.config import KernelConfig
-from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies, row_tile, store_accumulator
+from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies, row_tile
+from cute_fa.device.epilogue import store_lse, store_output
 from cute_fa.device.mask import mask_scores
 from cute_fa.device.mma import (
     SmemOperand,
@@ -33,10 +33,8 @@ from cute_fa.device.mma import (
     make_tiled_mma,
 )
 from cute_fa.device.softmax import LOG2_E, OnlineSoftmax
-from layouts.checks import require_foldable_swizzle, require_vectors
+from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, require_warps, tile_bytes
 from layouts.cute_adapter import to_cute
-
-SMEM_ALIGNMENT = 1024  # bytes; each buffer starts at bank 0
 
 
 class Sm80Serial:
@@ -45,29 +43,14 @@ class Sm80Serial:
     @staticmethod
     def smem_bytes(head_dim: int, config: KernelConfig) -> int:
         """Shared memory of a CTA in bytes: Q (later O), K and V."""
-        buffers = [
-            config.layout.on(rows, head_dim).cosize * 2 for rows in (config.tile_m, config.tile_n, config.tile_n)
-        ]
-        return sum(-(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT for size in buffers)
+        return tile_bytes(config, config.tile_m, head_dim) + 2 * tile_bytes(config, config.tile_n, head_dim)
 
     @staticmethod
     def check(head_dim: int, config: KernelConfig, arch: str) -> None:
         """Raises ValueError if the kernel can't be built with this configuration."""
-        if config.num_threads <= 0 or config.num_threads % 32:
-            raise ValueError(f"num_threads must be a positive multiple of 32, got {config.num_threads}")
-        num_warps = config.num_threads // 32
-        if config.tile_m % (16 * num_warps):
-            raise ValueError(f"tile_m must be a multiple of 16 rows for each of {num_warps} warps, got {config.tile_m}")
-        for rows in {config.tile_m, config.tile_n}:
-            tile = config.layout.on(rows, head_dim)
-            require_vectors(tile)
-            require_foldable_swizzle(tile)
-        needed, limit = Sm80Serial.smem_bytes(head_dim, config), get_arch(arch).smem_per_cta
-        if needed > limit:
-            raise ValueError(
-                f"layout {config.layout.name!r} takes {needed} bytes of shared memory for tiles of {config.tile_m} and "
-                f"{config.tile_n} rows at head dimension {head_dim}; {arch} allows {limit}"
-            )
+        require_warps(config)
+        require_tiles(config, head_dim)
+        require_smem(Sm80Serial.smem_bytes(head_dim, config), config, head_dim, arch)
 
     def __init__(self, head_dim: int, causal: bool, config: KernelConfig):
         self.head_dim = head_dim
@@ -134,7 +117,7 @@ class Sm80Serial:
         sVt = cute.composition(sV, cute.make_layout((head_dim, tile_n), stride=(tile_n, 1)))
 
         load_copy, store_copy = make_gmem_tiled_copies(dtype, head_dim, self.config.num_threads)
-        thr_load, thr_store = load_copy.get_slice(tidx), store_copy.get_slice(tidx)
+        thr_load = load_copy.get_slice(tidx)
         tQcQ = thr_load.partition_S(cute.make_identity_tensor((tile_m, head_dim)))
         tKcK = thr_load.partition_S(cute.make_identity_tensor((tile_n, head_dim)))
         tQgQ, tQsQ = thr_load.partition_S(gQ), thr_load.partition_D(sQ)
@@ -184,26 +167,14 @@ class Sm80Serial:
             if needs_mask:
                 mask_scores(acc_as_rows(acc_S), cS, keys_left, diagonal, self.causal)
 
-            softmax.update(acc_S, acc_O)
+            softmax.rescale(softmax.row_max_with(acc_S), acc_O)
+            softmax.exponentiate(acc_S)
             gemm_rs(tiled_mma, acc_O, acc_as_operand_a(acc_S, dtype), tOrVt)
             cute.arch.sync_threads()  # K and V are read; the next tiles may overwrite them
 
         lse = softmax.finish(acc_O)
         if cutlass.const_expr(mLSE is not None):
-            cO = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, head_dim))))
-            if cO[0, 0][1] == 0:  # one lane of each quad
-                for r in cutlass.range_constexpr(cute.size(cO, mode=[0])):
-                    row = m_block * tile_m + cO[r, 0][0]
-                    if row < seqlen_q:
-                        mLSE[batch, head, row] = lse[r]
-
-        # O: registers -> shared memory, two elements a thread and store; then out in 16-byte vectors.
+            gLSE = cute.domain_offset((m_block * tile_m,), mLSE[batch, head, None])
+            store_lse(lse, gLSE, thr_mma, (tile_m, head_dim), queries_left)
         # A warp stores to the rows of Q that it alone has read.
-        rO = cute.make_rmem_tensor(acc_O.layout, dtype)
-        rO.store(acc_O.load().to(dtype))
-        store_accumulator(tiled_mma, rO, sO, tidx)
-        cute.arch.sync_threads()
-        tOsO, tOgO = thr_store.partition_S(sO), thr_store.partition_D(gO)
-        tOrO = cute.make_fragment_like(tOgO, dtype)
-        copy_rows(store_copy, tOsO, tOrO, tQcQ, queries_left)
-        copy_rows(store_copy, tOrO, tOgO, tQcQ, queries_left)
+        store_output(acc_O, sO, gO, tiled_mma, store_copy, tidx, queries_left)

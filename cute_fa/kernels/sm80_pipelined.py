@@ -1,0 +1,255 @@
+"""FlashAttention-2 forward whose loads, softmax and products overlap.
+
+One CTA computes one tile of queries of one head, its warps side by side along the queries. It walks the
+keys from the last tile to the first, so that the tiles that need a mask (behind the last key, or across
+the diagonal) come first and the loop over the others has no mask, no predicate and no branch:
+
+    load Q and the last tile's K              with two stages its V too
+    for each tile of keys, last to first:
+        start the loads of what comes next    cp.async
+        acc_S  = Q K^T
+        if a row's maximum has risen:         rarely, see OnlineSoftmax.rescale_if_needed
+            rescale acc_O
+        for each 16 keys of the tile:         the exponentials of one slice run while the
+            P      = exp2(acc_S)              tensor cores work on the one before
+            acc_O += P V
+
+Every access to shared memory goes through tensors built from the one layout of the configuration.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+
+from cute_fa.config import PipelinedConfig
+from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies, row_tile
+from cute_fa.device.epilogue import store_lse, store_output
+from cute_fa.device.mask import mask_scores
+from cute_fa.device.mma import (
+    SmemOperand,
+    acc_as_operand_a,
+    acc_as_rows,
+    gemm_rs,
+    gemm_ss,
+    k_slice,
+    make_ldmatrix_atom,
+    make_tiled_mma,
+)
+from cute_fa.device.schedule import longest_first
+from cute_fa.device.softmax import LOG2_E, OnlineSoftmax
+from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, require_warps, tile_bytes
+from layouts.cute_adapter import to_cute
+
+
+class Sm80Pipelined:
+    """The kernel for one static problem and one configuration."""
+
+    @staticmethod
+    def smem_bytes(head_dim: int, config: PipelinedConfig) -> int:
+        """Shared memory of a CTA in bytes: Q (later O), and the stages of K and V."""
+        stages = tile_bytes(config, config.tile_n, head_dim, config.num_stages)
+        return tile_bytes(config, config.tile_m, head_dim) + 2 * stages
+
+    @staticmethod
+    def check(head_dim: int, config: PipelinedConfig, arch: str) -> None:
+        """Raises ValueError if the kernel can't be built with this configuration."""
+        require_warps(config)
+        if config.num_stages not in (1, 2):
+            raise ValueError(f"num_stages must be 1 or 2, got {config.num_stages}")
+        require_tiles(config, head_dim)
+        require_smem(Sm80Pipelined.smem_bytes(head_dim, config), config, head_dim, arch)
+
+    def __init__(self, head_dim: int, causal: bool, config: PipelinedConfig):
+        self.head_dim = head_dim
+        self.causal = causal
+        self.config = config
+        self.layout_Q = config.layout.on(config.tile_m, head_dim)
+        self.layout_KV = config.layout.on(config.tile_n, head_dim)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor | None,
+        softmax_scale: cutlass.Float32,
+        stream,
+    ):
+        """Launches the kernel: Q, O (B, S_q, H, D); K, V (B, S_k, H_kv, D); LSE (B, H, S_q) or None."""
+        batch, seqlen_q, num_heads, _ = mQ.shape
+        # One dimension, since the y and z extents of a grid end at 65535.
+        num_ctas = cute.ceil_div(seqlen_q, self.config.tile_m) * num_heads * batch
+        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E).launch(
+            grid=(num_ctas, 1, 1),
+            block=(self.config.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.config.ctas_per_sm,
+            preferred_smem_carveout=100,  # per cent: all of L1 that can be shared memory
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor | None,
+        scale_log2: cutlass.Float32,
+    ):
+        tile_m, tile_n, head_dim = self.config.tile_m, self.config.tile_n, self.head_dim
+        stages = self.config.num_stages
+        dtype = mQ.element_type
+        seqlen_q, num_heads = mQ.shape[1], mQ.shape[2]
+        seqlen_k, num_heads_kv = mK.shape[1], mK.shape[2]
+        tidx, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        m_block, head, batch = longest_first(cta, cute.ceil_div(seqlen_q, tile_m), num_heads, mQ.shape[0])
+        head_kv = head // (num_heads // num_heads_kv)
+
+        # Tiles in global memory: (tile, D).
+        gQ = row_tile(mQ[batch, None, head, None], m_block * tile_m, tile_m)
+        gO = row_tile(mO[batch, None, head, None], m_block * tile_m, tile_m)
+
+        # Tiles in shared memory: Q (tile_m, D), K and V (tile_n, D, stages). O takes the place of Q.
+        smem = cutlass.memory.SmemAllocator()
+        sQ = smem.allocate_tensor(dtype, to_cute(self.layout_Q), byte_alignment=SMEM_ALIGNMENT)
+        sK = smem.allocate_tensor(dtype, to_cute(self.layout_KV, stages), byte_alignment=SMEM_ALIGNMENT)
+        sV = smem.allocate_tensor(dtype, to_cute(self.layout_KV, stages), byte_alignment=SMEM_ALIGNMENT)
+        sO = sQ
+        transposed = cute.make_layout((head_dim, tile_n, stages), stride=(tile_n, 1, tile_n * head_dim))
+        sVt = cute.composition(sV, transposed)
+
+        load_copy, store_copy = make_gmem_tiled_copies(dtype, head_dim, self.config.num_threads)
+        thr_load = load_copy.get_slice(tidx)
+        tiled_mma = make_tiled_mma(dtype, self.config.num_threads // 32)
+        thr_mma = tiled_mma.get_slice(tidx)
+        ldmatrix, ldmatrix_trans = make_ldmatrix_atom(dtype, False), make_ldmatrix_atom(dtype, True)
+        acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile_m, head_dim)), cutlass.Float32)
+        acc_O.fill(0.0)
+        cS = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, tile_n))))
+        softmax = OnlineSoftmax.start(cute.size(cS, mode=[0]), scale_log2)
+
+        # Row m of this tile sees keys up to m + first_diagonal (the last query sees the last key).
+        first_diagonal = m_block * tile_m + seqlen_k - seqlen_q
+        num_keys, num_keys_unmasked = seqlen_k, seqlen_k
+        if cutlass.const_expr(self.causal):
+            num_keys = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + tile_m))
+            num_keys_unmasked = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + 1))
+        num_blocks = cute.ceil_div(num_keys, tile_n)
+        num_masked = num_blocks - num_keys_unmasked // tile_n
+        queries_left = seqlen_q - m_block * tile_m
+
+        this = SimpleNamespace(  # what the steps of this CTA share
+            mK=mK[batch, None, head_kv, None],
+            mV=mV[batch, None, head_kv, None],
+            load_copy=load_copy,
+            thr_load=thr_load,
+            tKsK=thr_load.partition_D(sK),
+            tVsV=thr_load.partition_D(sV),
+            tKcK=thr_load.partition_S(cute.make_identity_tensor((tile_n, head_dim))),
+            tiled_mma=tiled_mma,
+            thr_mma=thr_mma,
+            tSrQ=SmemOperand(ldmatrix, tiled_mma, "A", sQ, tidx),
+            tSrK=SmemOperand(ldmatrix, tiled_mma, "B", sK, tidx),
+            tOrVt=SmemOperand(ldmatrix_trans, tiled_mma, "B", sVt, tidx),
+            acc_O=acc_O,
+            cS=cS,
+            softmax=softmax,
+            seqlen_k=seqlen_k,
+            first_diagonal=first_diagonal,
+        )
+
+        tQcQ = thr_load.partition_S(cute.make_identity_tensor((tile_m, head_dim)))
+        copy_rows(load_copy, thr_load.partition_S(gQ), thr_load.partition_D(sQ), tQcQ, queries_left)
+        last = num_blocks - 1
+        if last >= 0:
+            self.load_last_tile(this, this.mK, this.tKsK, last)
+            if cutlass.const_expr(stages == 2):
+                self.load_last_tile(this, this.mV, this.tVsV, last)
+        cute.arch.cp_async_commit_group()
+        if cutlass.const_expr(self.config.q_in_registers):
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            this.tSrQ.load_all()
+        for i in cutlass.range(num_masked, unroll=1):
+            self.step(this, last - i, i % stages, True)
+        for i in cutlass.range(num_masked, num_blocks, unroll=1):
+            self.step(this, last - i, i % stages, False)
+        # A CTA whose queries see no key has waited for nothing yet, and O takes the place of Q.
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+
+        lse = softmax.finish(acc_O)
+        if cutlass.const_expr(mLSE is not None):
+            gLSE = cute.domain_offset((m_block * tile_m,), mLSE[batch, head, None])
+            store_lse(lse, gLSE, thr_mma, (tile_m, head_dim), queries_left)
+        store_output(acc_O, sO, gO, tiled_mma, store_copy, tidx, queries_left)
+
+    @cute.jit
+    def step(self, this, n_block, stage, masked: cutlass.Constexpr):
+        """One tile of keys, whose loads have been started: K, with two stages V too. Starts the next loads."""
+        stages = self.config.num_stages
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()  # this tile is here, and nobody reads the one before any more
+        if cutlass.const_expr(stages == 1):
+            if cutlass.const_expr(masked):
+                self.load_last_tile(this, this.mV, this.tVsV, n_block)
+            else:
+                self.load_tile(this, this.mV, this.tVsV, n_block, 0)
+        elif n_block > 0:
+            self.load_tile(this, this.mK, this.tKsK, n_block - 1, 1 - stage)
+            self.load_tile(this, this.mV, this.tVsV, n_block - 1, 1 - stage)
+        cute.arch.cp_async_commit_group()
+
+        acc_S = cute.make_rmem_tensor(
+            this.thr_mma.partition_shape_C((self.config.tile_m, self.config.tile_n)), cutlass.Float32
+        )
+        acc_S.fill(0.0)
+        if cutlass.const_expr(self.config.q_in_registers):
+            gemm_rs(this.tiled_mma, acc_S, this.tSrQ.fragment, this.tSrK, stage)
+        else:
+            gemm_ss(this.tiled_mma, acc_S, this.tSrQ, this.tSrK, stage)
+
+        if cutlass.const_expr(stages == 1):
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()  # V is here, and nobody reads K any more
+            if n_block > 0:
+                self.load_tile(this, this.mK, this.tKsK, n_block - 1, 0)
+            cute.arch.cp_async_commit_group()
+
+        if cutlass.const_expr(masked):
+            first_key = n_block * self.config.tile_n
+            mask_scores(
+                acc_as_rows(acc_S), this.cS, this.seqlen_k - first_key, this.first_diagonal - first_key, self.causal
+            )
+        row_max = this.softmax.row_max_with(acc_S)
+        if cutlass.const_expr(self.config.lazy_rescale):
+            this.softmax.rescale_if_needed(row_max, this.acc_O)
+        else:
+            this.softmax.rescale(row_max, this.acc_O)
+        self.softmax_and_gemm(this, acc_S, stage)
+
+    def softmax_and_gemm(self, this, acc_S, stage):
+        """P = exp2(acc_S), acc_O += P V, 16 keys at a time."""
+        for k in range(this.tOrVt.num_k):
+            scores = k_slice(acc_S, k)
+            this.softmax.exponentiate(scores)
+            tOrP = acc_as_operand_a(scores, this.mV.element_type)[None, None, 0]
+            cute.gemm(this.tiled_mma, this.acc_O, tOrP, this.tOrVt.load(k, stage), this.acc_O)
+
+    def load_last_tile(self, this, tensor, tile, n_block):
+        """Starts the loads of a tile that may reach past the last key, into stage 0; zeros behind it."""
+        keys_left = this.seqlen_k - n_block * self.config.tile_n
+        source = row_tile(tensor, n_block * self.config.tile_n, self.config.tile_n)
+        copy_rows(this.load_copy, this.thr_load.partition_S(source), tile[None, None, None, 0], this.tKcK, keys_left)
+
+    def load_tile(self, this, tensor, tile, n_block, stage):
+        """Starts the loads of a tile that is whole."""
+        source = row_tile(tensor, n_block * self.config.tile_n, self.config.tile_n)
+        cute.copy(this.load_copy, this.thr_load.partition_S(source), tile[None, None, None, stage])
