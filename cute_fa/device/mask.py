@@ -18,5 +18,7 @@ def mask_scores(scores: cute.Tensor, coords: cute.Tensor, col_limit, diagonal, c
         limit = col_limit
         if cutlass.const_expr(causal):
             limit = cutlass.min(col_limit, coords[r, 0][0] + diagonal + 1)
+        limit = limit - coords[r, 0][1]
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            scores[r, c] = -cutlass.Float32.inf if coords[r, c][1] >= limit else scores[r, c]
+            # A thread holds two neighbouring columns of every 8: what is compared is a constant.
+            scores[r, c] = -cutlass.Float32.inf if c // 2 * 8 + c % 2 >= limit else scores[r, c]

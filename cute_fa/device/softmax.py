@@ -16,6 +16,9 @@ from cute_fa.device.mma import acc_as_rows
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+# The reference of a row without a key: finite, since exp2(-inf - (-inf)) would be NaN where exp2(-inf - NO_KEY) is
+# 0, and below every scaled score that fp32 can tell apart.
+NO_KEY = -(2.0**126)
 RESCALE_THRESHOLD = 8.0  # P stays below 2**8: far from fp16's largest, and as precise as below 1
 
 
@@ -27,50 +30,47 @@ def quad_reduce(value, op: cutlass.Constexpr):
     return value
 
 
+@cute.jit
+def thread_row_max(acc_S: cute.Tensor) -> cute.Tensor:
+    """The maximum of each row's raw scores, as far as this thread has them."""
+    scores = acc_as_rows(acc_S)
+    row_max = cute.make_rmem_tensor(cute.size(scores, mode=[0]), cutlass.Float32)
+    for r in cutlass.range_constexpr(cute.size(row_max)):
+        row_max[r] = scores[r, None].load().reduce(cute.ReductionOp.MAX, -cutlass.Float32.inf, 0)
+    return row_max
+
+
 @dataclass(frozen=True)
 class OnlineSoftmax:
     """Running reference and sum of each row, in fp32.
 
-    ``row_max`` is what scores are held against, raw and unscaled: the running maximum, or one that lags
-    behind it. ``row_sum`` is this thread's own part of the sum of exp2(c * (s - row_max)), reduced over the
-    quad once, at the end. Whichever reference: it cancels when O is divided by the sum.
+    ``row_ref`` is what the scaled scores c * s are held against: c times the running maximum, or a value that
+    lags behind it; whichever, it cancels when O is divided by the sum. ``row_sum`` is this thread's own part of
+    the sum of exp2(c * s - row_ref), reduced over the quad once, at the end.
     """
 
     scale_log2: cutlass.Float32
-    row_max: cute.Tensor
+    row_ref: cute.Tensor
     row_sum: cute.Tensor
 
     @staticmethod
     def start(num_rows: int, scale_log2: cutlass.Float32) -> OnlineSoftmax:
-        """Before the first key: maximum -inf, sum 0."""
-        row_max = cute.make_rmem_tensor(num_rows, cutlass.Float32)
+        """Before the first key: reference ``NO_KEY``, sum 0."""
+        row_ref = cute.make_rmem_tensor(num_rows, cutlass.Float32)
         row_sum = cute.make_rmem_tensor(num_rows, cutlass.Float32)
-        row_max.fill(-cutlass.Float32.inf)
+        row_ref.fill(NO_KEY)
         row_sum.fill(0.0)
-        return OnlineSoftmax(scale_log2, row_max, row_sum)
-
-    @cute.jit
-    def scaled_max(self, row_max):
-        """c * row_max; 0 for a row that has seen no key yet, since -inf - (-inf) would be NaN."""
-        return 0.0 if row_max == -cutlass.Float32.inf else row_max * self.scale_log2
-
-    @cute.jit
-    def row_max_with(self, acc_S: cute.Tensor) -> cute.Tensor:
-        """The maximum of each row's reference and this thread's own scores."""
-        scores = acc_as_rows(acc_S)
-        row_max = cute.make_rmem_tensor(self.row_max.layout, cutlass.Float32)
-        for r in cutlass.range_constexpr(cute.size(row_max)):
-            row_max[r] = scores[r, None].load().reduce(cute.ReductionOp.MAX, self.row_max[r], 0)
-        return row_max
+        return OnlineSoftmax(scale_log2, row_ref, row_sum)
 
     @cute.jit
     def rescale(self, row_max: cute.Tensor, acc_O: cute.Tensor):
-        """Takes a thread's maxima, over the quad, as the reference: O and the sums follow."""
+        """Takes the rows' maxima as the reference, O and the sums with it; ``row_max`` as of ``thread_row_max``."""
         output = acc_as_rows(acc_O)
         for r in cutlass.range_constexpr(cute.size(row_max)):
-            new_max = quad_reduce(row_max[r], cute.arch.fmax)
-            factor = cute.math.exp2(self.row_max[r] * self.scale_log2 - self.scaled_max(new_max), fastmath=True)
-            self.row_max[r] = new_max
+            scaled_max = quad_reduce(row_max[r], cute.arch.fmax) * self.scale_log2
+            row_ref = cute.arch.fmax(self.row_ref[r], scaled_max)
+            factor = cute.math.exp2(self.row_ref[r] - row_ref, fastmath=True)
+            self.row_ref[r] = row_ref
             self.row_sum[r] = self.row_sum[r] * factor
             output[r, None] = output[r, None].load() * factor
 
@@ -78,13 +78,12 @@ class OnlineSoftmax:
     def rescale_if_needed(self, row_max: cute.Tensor, acc_O: cute.Tensor):
         """The same, but only if a row of this warp has risen by more than a factor of 2**RESCALE_THRESHOLD.
 
-        Random scores rise that far in the first tiles alone; all others cost one vote and neither a shuffle
+        Random scores rise that far in the first tiles alone; all others cost one vote, and neither a shuffle
         nor a multiplication of O. The idea is FlashAttention-4's (Dao-AILab/flash-attention, flash_attn/cute).
         """
         rises = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(cute.size(row_max)):
-            # NaN, from a row without a key, compares as no rise.
-            rises = rises | ((row_max[r] - self.row_max[r]) * self.scale_log2 > RESCALE_THRESHOLD)
+            rises = rises | (row_max[r] * self.scale_log2 - self.row_ref[r] > RESCALE_THRESHOLD)
         if cute.arch.vote_any_sync(rises):
             self.rescale(row_max, acc_O)
 
@@ -92,9 +91,8 @@ class OnlineSoftmax:
     def exponentiate(self, acc_S: cute.Tensor):
         """Turns scores, a tile or some of its columns, into unnormalised probabilities in place."""
         scores = acc_as_rows(acc_S)
-        for r in cutlass.range_constexpr(cute.size(self.row_max)):
-            scaled_max = self.scaled_max(self.row_max[r])
-            probs = cute.math.exp2(scores[r, None].load() * self.scale_log2 - scaled_max, fastmath=True)
+        for r in cutlass.range_constexpr(cute.size(self.row_ref)):
+            probs = cute.math.exp2(scores[r, None].load() * self.scale_log2 - self.row_ref[r], fastmath=True)
             self.row_sum[r] = probs.reduce(cute.ReductionOp.ADD, self.row_sum[r], 0)
             scores[r, None] = probs
 
@@ -105,10 +103,10 @@ class OnlineSoftmax:
         A row that saw no key gets output 0 and log-sum-exp -inf.
         """
         output = acc_as_rows(acc_O)
-        lse = cute.make_rmem_tensor(cute.size(self.row_max), cutlass.Float32)
-        for r in cutlass.range_constexpr(cute.size(self.row_max)):
+        lse = cute.make_rmem_tensor(cute.size(self.row_ref), cutlass.Float32)
+        for r in cutlass.range_constexpr(cute.size(self.row_ref)):
             row_sum = quad_reduce(self.row_sum[r], lambda x, y: x + y)
             inverse = 0.0 if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
             output[r, None] = output[r, None].load() * inverse
-            lse[r] = (self.row_max[r] * self.scale_log2 + cute.math.log2(row_sum, fastmath=True)) * LN_2
+            lse[r] = (self.row_ref[r] + cute.math.log2(row_sum, fastmath=True)) * LN_2
         return lse

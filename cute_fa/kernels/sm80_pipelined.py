@@ -38,9 +38,11 @@ from cute_fa.device.mma import (
     make_ldmatrix_atom,
     make_tiled_mma,
 )
+from cute_fa.device.registers import recompute_from
 from cute_fa.device.schedule import longest_first
-from cute_fa.device.softmax import LOG2_E, OnlineSoftmax
+from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, thread_row_max
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, require_warps, tile_bytes
+from cute_fa.problem import VECTOR
 from layouts.cute_adapter import to_cute
 
 
@@ -114,7 +116,6 @@ class Sm80Pipelined:
 
         # Tiles in global memory: (tile, D).
         gQ = row_tile(mQ[batch, None, head, None], m_block * tile_m, tile_m)
-        gO = row_tile(mO[batch, None, head, None], m_block * tile_m, tile_m)
 
         # Tiles in shared memory: Q (tile_m, D), K and V (tile_n, D, stages). O takes the place of Q.
         smem = cutlass.memory.SmemAllocator()
@@ -142,7 +143,7 @@ class Sm80Pipelined:
             num_keys = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + tile_m))
             num_keys_unmasked = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + 1))
         num_blocks = cute.ceil_div(num_keys, tile_n)
-        num_masked = num_blocks - num_keys_unmasked // tile_n
+        num_unmasked = num_keys_unmasked // tile_n
         queries_left = seqlen_q - m_block * tile_m
 
         this = SimpleNamespace(  # what the steps of this CTA share
@@ -177,34 +178,40 @@ class Sm80Pipelined:
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             this.tSrQ.load_all()
-        for i in cutlass.range(num_masked, unroll=1):
-            self.step(this, last - i, i % stages, True)
-        for i in cutlass.range(num_masked, num_blocks, unroll=1):
-            self.step(this, last - i, i % stages, False)
+        for i in cutlass.range(num_blocks - num_unmasked, unroll=1):
+            self.step(this, last - i, True)
+        for i in cutlass.range(num_blocks - num_unmasked, num_blocks, unroll=1):
+            self.step(this, last - i, False)
         # A CTA whose queries see no key has waited for nothing yet, and O takes the place of Q.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
         lse = softmax.finish(acc_O)
+        cta, tidx = recompute_from(cta), recompute_from(tidx)
+        m_block, head, batch = longest_first(cta, cute.ceil_div(seqlen_q, tile_m), num_heads, mQ.shape[0])
+        queries_left = seqlen_q - m_block * tile_m
+        thr_mma = tiled_mma.get_slice(tidx)
+        gO = row_tile(mO[batch, None, head, None], m_block * tile_m, tile_m)
         if cutlass.const_expr(mLSE is not None):
             gLSE = cute.domain_offset((m_block * tile_m,), mLSE[batch, head, None])
             store_lse(lse, gLSE, thr_mma, (tile_m, head_dim), queries_left)
         store_output(acc_O, sO, gO, tiled_mma, store_copy, tidx, queries_left)
 
     @cute.jit
-    def step(self, this, n_block, stage, masked: cutlass.Constexpr):
+    def step(self, this, n_block, masked: cutlass.Constexpr):
         """One tile of keys, whose loads have been started: K, with two stages V too. Starts the next loads."""
         stages = self.config.num_stages
+        stage = n_block % stages
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # this tile is here, and nobody reads the one before any more
         if cutlass.const_expr(stages == 1):
             if cutlass.const_expr(masked):
                 self.load_last_tile(this, this.mV, this.tVsV, n_block)
             else:
-                self.load_tile(this, this.mV, this.tVsV, n_block, 0)
+                self.load_tile(this, this.mV, this.tVsV, n_block)
         elif n_block > 0:
-            self.load_tile(this, this.mK, this.tKsK, n_block - 1, 1 - stage)
-            self.load_tile(this, this.mV, this.tVsV, n_block - 1, 1 - stage)
+            self.load_tile(this, this.mK, this.tKsK, n_block - 1)
+            self.load_tile(this, this.mV, this.tVsV, n_block - 1)
         cute.arch.cp_async_commit_group()
 
         acc_S = cute.make_rmem_tensor(
@@ -220,7 +227,7 @@ class Sm80Pipelined:
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()  # V is here, and nobody reads K any more
             if n_block > 0:
-                self.load_tile(this, this.mK, this.tKsK, n_block - 1, 0)
+                self.load_tile(this, this.mK, this.tKsK, n_block - 1)
             cute.arch.cp_async_commit_group()
 
         if cutlass.const_expr(masked):
@@ -228,7 +235,7 @@ class Sm80Pipelined:
             mask_scores(
                 acc_as_rows(acc_S), this.cS, this.seqlen_k - first_key, this.first_diagonal - first_key, self.causal
             )
-        row_max = this.softmax.row_max_with(acc_S)
+        row_max = thread_row_max(acc_S)
         if cutlass.const_expr(self.config.lazy_rescale):
             this.softmax.rescale_if_needed(row_max, this.acc_O)
         else:
@@ -244,12 +251,18 @@ class Sm80Pipelined:
             cute.gemm(this.tiled_mma, this.acc_O, tOrP, this.tOrVt.load(k, stage), this.acc_O)
 
     def load_last_tile(self, this, tensor, tile, n_block):
-        """Starts the loads of a tile that may reach past the last key, into stage 0; zeros behind it."""
+        """Starts the loads of a tile that may reach past the last key, with zeros behind it."""
         keys_left = this.seqlen_k - n_block * self.config.tile_n
-        source = row_tile(tensor, n_block * self.config.tile_n, self.config.tile_n)
-        copy_rows(this.load_copy, this.thr_load.partition_S(source), tile[None, None, None, 0], this.tKcK, keys_left)
+        source, target = self.tile_views(this, tensor, tile, n_block)
+        copy_rows(this.load_copy, source, target, this.tKcK, keys_left)
 
-    def load_tile(self, this, tensor, tile, n_block, stage):
+    def load_tile(self, this, tensor, tile, n_block):
         """Starts the loads of a tile that is whole."""
+        cute.copy(this.load_copy, *self.tile_views(this, tensor, tile, n_block))
+
+    def tile_views(self, this, tensor, tile, n_block):
+        """A thread's share of a tile of keys, in global memory and in the stage that is its own."""
+        row_stride = cute.assume(recompute_from(tensor.stride[0]), divby=VECTOR)
+        tensor = cute.make_tensor(tensor.iterator, cute.make_layout(tensor.shape, stride=(row_stride, 1)))
         source = row_tile(tensor, n_block * self.config.tile_n, self.config.tile_n)
-        cute.copy(this.load_copy, this.thr_load.partition_S(source), tile[None, None, None, stage])
+        return this.thr_load.partition_S(source), tile[None, None, None, n_block % self.config.num_stages]

@@ -32,7 +32,7 @@ from cute_fa.device.mma import (
     make_ldmatrix_atom,
     make_tiled_mma,
 )
-from cute_fa.device.softmax import LOG2_E, OnlineSoftmax
+from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, thread_row_max
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, require_warps, tile_bytes
 from layouts.cute_adapter import to_cute
 
@@ -167,7 +167,7 @@ class Sm80Serial:
             if needs_mask:
                 mask_scores(acc_as_rows(acc_S), cS, keys_left, diagonal, self.causal)
 
-            softmax.rescale(softmax.row_max_with(acc_S), acc_O)
+            softmax.rescale(thread_row_max(acc_S), acc_O)
             softmax.exponentiate(acc_S)
             gemm_rs(tiled_mma, acc_O, acc_as_operand_a(acc_S, dtype), tOrVt)
             cute.arch.sync_threads()  # K and V are read; the next tiles may overwrite them
