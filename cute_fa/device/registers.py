@@ -15,3 +15,13 @@ def recompute_from(value):
     i32 = cutlass.Int32.mlir_type
     operand = cutlass.Int32(value).ir_value()
     return cutlass.Int32(llvm.inline_asm(i32, [operand], "mov.b32 $0, $1;", "=r,r", has_side_effects=True))
+
+
+def reread_thread_and_cta():
+    """(thread index, CTA index), read once more: nothing need be kept that can be worked out from them."""
+
+    def read(register):
+        i32 = cutlass.Int32.mlir_type
+        return cutlass.Int32(llvm.inline_asm(i32, [], f"mov.u32 $0, {register};", "=r", has_side_effects=True))
+
+    return read("%tid.x"), read("%ctaid.x")

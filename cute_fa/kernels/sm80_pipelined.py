@@ -27,7 +27,7 @@ import cutlass.cute as cute
 from cute_fa.config import PipelinedConfig
 from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies, row_tile
 from cute_fa.device.epilogue import store_lse, store_output
-from cute_fa.device.mask import mask_scores
+from cute_fa.device.mask import key_limits, mask_scores, rows_of
 from cute_fa.device.mma import (
     SmemOperand,
     acc_as_operand_a,
@@ -39,7 +39,7 @@ from cute_fa.device.mma import (
     make_tiled_mma,
 )
 from cute_fa.device.registers import recompute_from
-from cute_fa.device.schedule import longest_first
+from cute_fa.device.schedule import L2_SHARE, longest_first
 from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, thread_row_max
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, require_warps, tile_bytes
 from cute_fa.problem import VECTOR
@@ -111,7 +111,7 @@ class Sm80Pipelined:
         seqlen_k, num_heads_kv = mK.shape[1], mK.shape[2]
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        m_block, head, batch = longest_first(cta, cute.ceil_div(seqlen_q, tile_m), num_heads, mQ.shape[0])
+        m_block, head, batch = self.tile_of(cta, mQ, mK)
         head_kv = head // (num_heads // num_heads_kv)
 
         # Tiles in global memory: (tile, D).
@@ -187,15 +187,17 @@ class Sm80Pipelined:
         cute.arch.sync_threads()
 
         lse = softmax.finish(acc_O)
-        cta, tidx = recompute_from(cta), recompute_from(tidx)
-        m_block, head, batch = longest_first(cta, cute.ceil_div(seqlen_q, tile_m), num_heads, mQ.shape[0])
-        queries_left = seqlen_q - m_block * tile_m
-        thr_mma = tiled_mma.get_slice(tidx)
         gO = row_tile(mO[batch, None, head, None], m_block * tile_m, tile_m)
         if cutlass.const_expr(mLSE is not None):
             gLSE = cute.domain_offset((m_block * tile_m,), mLSE[batch, head, None])
             store_lse(lse, gLSE, thr_mma, (tile_m, head_dim), queries_left)
         store_output(acc_O, sO, gO, tiled_mma, store_copy, tidx, queries_left)
+
+    def tile_of(self, cta, mQ, mK):
+        """(m_block, head, batch index) of a CTA."""
+        batch, seqlen_q, num_heads, head_dim = mQ.shape
+        heads_in_l2 = L2_SHARE // (2 * head_dim * mK.element_type.width // 8) // mK.shape[1]
+        return longest_first(cta, cute.ceil_div(seqlen_q, self.config.tile_m), num_heads, batch, heads_in_l2)
 
     @cute.jit
     def step(self, this, n_block, masked: cutlass.Constexpr):
@@ -232,9 +234,8 @@ class Sm80Pipelined:
 
         if cutlass.const_expr(masked):
             first_key = n_block * self.config.tile_n
-            mask_scores(
-                acc_as_rows(acc_S), this.cS, this.seqlen_k - first_key, this.first_diagonal - first_key, self.causal
-            )
+            keys_left, diagonal = this.seqlen_k - first_key, this.first_diagonal - first_key
+            mask_scores(acc_as_rows(acc_S), this.cS, key_limits(rows_of(this.cS), keys_left, diagonal, self.causal))
         row_max = thread_row_max(acc_S)
         if cutlass.const_expr(self.config.lazy_rescale):
             this.softmax.rescale_if_needed(row_max, this.acc_O)

@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cute_fa.config import KernelConfig
 from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies, row_tile
 from cute_fa.device.epilogue import store_lse, store_output
-from cute_fa.device.mask import mask_scores
+from cute_fa.device.mask import key_limits, mask_scores, rows_of
 from cute_fa.device.mma import (
     SmemOperand,
     acc_as_operand_a,
@@ -165,7 +165,8 @@ class Sm80Serial:
             if cutlass.const_expr(self.causal):
                 needs_mask = needs_mask or diagonal < tile_n - 1
             if needs_mask:
-                mask_scores(acc_as_rows(acc_S), cS, keys_left, diagonal, self.causal)
+                limits = key_limits(rows_of(cS), keys_left, diagonal, self.causal)
+                mask_scores(acc_as_rows(acc_S), cS, limits)
 
             softmax.rescale(thread_row_max(acc_S), acc_O)
             softmax.exponentiate(acc_S)
