@@ -156,8 +156,9 @@ def compare_with_gpu(ncu: str) -> list[dict]:
 
 
 def differing(records: list[dict]) -> list[dict]:
-    """The records of exact counters that the emulator did not predict."""
-    return [record for record in records if record.get("exact") and record["wavefronts"] != record["predicted"]]
+    """The records of exact counters, as far as they were counted, that the emulator did not predict."""
+    counted = (record for record in records if record.get("exact") and "wavefronts" in record)
+    return [record for record in counted if record["wavefronts"] != record["predicted"]]
 
 
 def _gpu_forward(case: Case, name: str):
