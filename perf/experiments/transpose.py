@@ -13,6 +13,7 @@ from layouts.cute_adapter import to_cute
 from perf.experiments.base import REMEDIES, SMEM_ALIGNMENT, Access, Experiment, require_multiple, tile_bytes
 
 TILE = (32, 32)
+UNIT = 128  # sizes are multiples of it: what a CTA of the shuffled variant transposes side by side
 # The kernels move bits: integers of the width of the dtype.
 BITS = {"fp32": (cutlass.Int32, torch.int32), "bf16": (cutlass.Int16, torch.int16)}
 
@@ -26,7 +27,7 @@ class _Transpose(Experiment):
     dynamic = ({"dynamic_shape": (0, 1), "dynamic_strides": ((0, np.int64),)},) * 2
 
     def check(self, size):
-        require_multiple("transpose", size, self.unit)
+        require_multiple("transpose", size, UNIT)
 
     def tensors(self, size, device):
         integer = BITS[self.dtype][1]
@@ -59,7 +60,6 @@ class TransposeThroughSmem(_Transpose):
     """Eight warps: each writes rows of the tile, then reads columns, so that both sides of global memory coalesce."""
 
     block = 256
-    unit = TILE[0]
 
     def grid(self, size):
         return size // TILE[1], size // TILE[0], 1
@@ -107,11 +107,10 @@ class TransposeByShuffle(_Transpose):
     Step k swaps, in each block of 2k x 2k, the upper right with the lower left quarter: 16 shuffles a step.
     """
 
-    block = 128
-    unit = TILE[1] * block // WARP_LANES
+    block = UNIT // TILE[1] * WARP_LANES
 
     def grid(self, size):
-        return size // self.unit, size // TILE[0], 1
+        return size // UNIT, size // TILE[0], 1
 
     @property
     def smem_bytes(self):
@@ -123,7 +122,7 @@ class TransposeByShuffle(_Transpose):
     @cute.jit
     def __call__(self, source: cute.Tensor, result: cute.Tensor, stream):
         """source (rows, cols), result (cols, rows)."""
-        grid = (source.shape[1] // self.unit, source.shape[0] // TILE[0], 1)
+        grid = (source.shape[1] // UNIT, source.shape[0] // TILE[0], 1)
         self.kernel(source, result).launch(grid=grid, block=(self.block, 1, 1), stream=stream)
 
     @cute.kernel
