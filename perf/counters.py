@@ -59,6 +59,7 @@ COUNTERS: tuple[Counter, ...] = (
     _of_instruction("st", "Those of plain stores, such as the 4-byte stores of O.", f"{_L1TEX}_op_st.sum"),
     _of_instruction("ldgsts", "Those of cp.async: one a phase that stays in a 128-byte line."),
     _of_instruction("stsm", "Those of stmatrix."),
+    _of_instruction("gmma", "Those of WGMMA, which reads its operands from shared memory itself."),
     Counter(
         "conflicts_ldsm",
         "conflicts ldsm",

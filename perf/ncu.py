@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,6 +30,9 @@ _REMEDIES = {
     "Failed to find metric": "this ncu doesn't know a counter that it was asked for: take the ncu of a newer toolkit",
     "driver resource": "another profiler holds the GPU's counters: end it (DCGM: dcgmi profile --pause) and try again",
 }
+_UNITS = ("--print-units", "base", "--print-kernel-base", "function")
+_RAW = ("--csv", "--page", "raw", *_UNITS)
+_SOURCE = ("--csv", "--page", "source", "--print-source", "cuda,sass")
 _TAIL = 2000  # characters of ncu's output that an error shows
 
 # Wavefronts of the instructions of one kind themselves; exact, where the l1tex counters hold arbitration too.
@@ -55,32 +59,48 @@ def find_ncu() -> str | None:
     return found[-1] if found else None
 
 
-def run_ncu(
-    ncu: str,
-    options: Sequence[str],
-    python: Sequence[str],
-    *,
-    clock_control: str = "none",
-    page: str = "raw",
-) -> str:
-    """Standard output of ncu over a Python process: CSV and what the process printed.
+def run_ncu(ncu: str, options: Sequence[str], python: Sequence[str]) -> str:
+    """Runs a Python process under ncu, with the clocks of real work.
 
     Args:
         ncu: path of ncu.
         options: which kernels and which counters.
         python: arguments of the interpreter: what launches the kernels.
-        clock_control: "none", or "base" to lock the clocks to their base frequency while ncu measures.
-        page: "raw" (a row a launch) or "source" (a row an instruction).
+
+    Returns:
+        A CSV row a launch, and what the process printed.
 
     Raises:
         NcuError: a non-zero exit status or an error of ncu's; with the remedy, if the output names a known reason.
     """
-    command = [ncu, "--csv", "--page", page, "--print-units", "base", "--print-kernel-base", "function"]
-    command += ["--clock-control", clock_control, *options, sys.executable, *python]
+    return _output([ncu, *_RAW, "--clock-control", "none", *options, sys.executable, *python])
+
+
+def write_report(ncu: str, report: Path, options: Sequence[str], python: Sequence[str], clock_control: str) -> str:
+    """As ``run_ncu``, with the counters in a report file that ``read_report`` shows.
+
+    Args:
+        report: the file, .ncu-rep.
+        clock_control: "none", or "base" to lock the clocks to their base frequency while ncu measures.
+
+    Returns:
+        What the process printed, and ncu.
+    """
+    command = [ncu, "--force-overwrite", "--export", str(report), "--clock-control", clock_control]
+    return _output([*command, *options, sys.executable, *python])
+
+
+def read_report(ncu: str, report: Path) -> tuple[list[dict[str, str]], list[SourceLine]]:
+    """The launches of a report, and the source lines of those kernels that were compiled with line info."""
+    launches = parse_ncu(_output([ncu, "--import", str(report), *_RAW]))
+    return launches, parse_source(_output([ncu, "--import", str(report), *_SOURCE]))
+
+
+def _output(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=results.ROOT)
     except OSError as error:
-        raise NcuError(f"{ncu} can't be started: {error.strerror or error}") from error
+        raise NcuError(f"{command[0]} can't be started: {error.strerror or error}") from error
     output = done.stdout + done.stderr
     if done.returncode or "==ERROR==" in output:
         raise failure(f"ncu ended with status {done.returncode}", output)
@@ -101,6 +121,43 @@ def parse_ncu(text: str) -> list[dict[str, str]]:
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = [row for row in csv.DictReader(lines) if (row.get("ID") or "").isdecimal()]
     return sorted(rows, key=lambda row: int(row["ID"]))
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """What ncu counted at one line of the source: samples of stalled warps, wavefronts of shared memory."""
+
+    kernel: str
+    file: str
+    line: int
+    code: str
+    samples: int
+    wavefronts: int
+    ideal: int
+
+
+# A line of source, whose text may hold quotes that ncu doesn't escape; "-" stand where an instruction has its own.
+_SOURCE_ROW = re.compile(r'"(\d+)","(.*?)","-","-",(.*)')
+
+
+def parse_source(text: str) -> list[SourceLine]:
+    """The lines of ``ncu --csv --page source --print-source cuda,sass``; rows of single instructions are left out."""
+    found = []
+    kernel = file = ""
+    columns: list[str] = []
+    for row in text.splitlines():
+        if row.startswith('"File Path"'):
+            file = Path(next(csv.reader([row]))[1]).name
+        elif row.startswith('"Function Name"'):
+            kernel = next(csv.reader([row]))[1]
+        elif row.startswith('"Line No"'):
+            columns = next(csv.reader([row]))[4:]
+        elif match := _SOURCE_ROW.fullmatch(row):
+            values = dict(zip(columns, next(csv.reader([match[3]])), strict=False))
+            keys = ("Warp Stall Sampling (All Samples)", "L1 Wavefronts Shared", "L1 Wavefronts Shared Ideal")
+            counts = (int(values.get(key, "0").replace(",", "")) for key in keys)
+            found.append(SourceLine(kernel, file, int(match[1]), match[2].strip(), *counts))
+    return found
 
 
 def launched(row: dict[str, str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections import Counter as Multiset
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +28,23 @@ from perf import emulation, results
 from perf.cases import Case, add_case_arguments, cases_from
 from perf.contestants import Contestant, Unavailable, rung_contestant
 from perf.counters import COUNTERS, REST, STALL_MEANINGS, counters_of, metrics_of, named_stalls
-from perf.ncu import MISSING, NcuError, available_metrics, find_ncu, mark, parse_ncu, run_ncu, split_at_marks
+from perf.ncu import (
+    MISSING,
+    NcuError,
+    SourceLine,
+    available_metrics,
+    find_ncu,
+    mark,
+    read_report,
+    split_at_marks,
+    write_report,
+)
 from perf.output import add_output_arguments, as_csv, cell, emit, plain_table, progress, wants_tables
 from perf.peers import PEERS
 
-CASE = {"seqlen": [(4096, 4096)], "batch": 1, "heads": 16, "causal": False}
+CASE = {"seqlen": [(4096, 4096)], "causal": False}  # that of the ladder's table
 LINES = 5
+SAMPLED_TITLE = "The lines at which most samples found a warp stalled, by ncu"
 MAX_EMULATED_SECONDS = 5.0
 _PROFILED = "PROFILED "  # before what the launching process says of those that can't run
 # Tiles of keys of the emulations that a long sequence is extrapolated from, and of the one that checks them.
@@ -78,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
         except NcuError as error:
             progress(f"python -m perf profile: error: {error}")
             return 1
-    by_name = {record["name"]: record for record in profiled}
+    by_name = {record["name"]: record for record in profiled if "kernels" in record}
     compared, lines, notes = [], [], []
     for rung in rungs:
         progress(f"emulating {rung.name}")
@@ -115,7 +127,7 @@ def _is_default(args) -> bool:
 
 
 def profile(case: Case, names: list[str], clock_control: str = "none") -> list[dict]:
-    """One record for each rung and peer: its counters, or the reason why it can't run the case.
+    """A record for each rung and peer: its counters, or the reason why it can't run the case; and a rung's lines.
 
     Raises:
         NcuError: there is no ncu, or it failed; the text says what to do.
@@ -125,24 +137,47 @@ def profile(case: Case, names: list[str], clock_control: str = "none") -> list[d
         raise NcuError(MISSING)
     available = available_metrics(ncu)
     # Only what is launched between the start and the stop of the profiler is looked at.
-    options = ["--profile-from-start", "off", "--metrics", ",".join(metrics_of(available))]
+    options = ["--profile-from-start", "off", "--import-source", "yes", "--section", "SourceCounters"]
+    options += ["--metrics", ",".join(metrics_of(available))]
     argument = json.dumps({"case": case.as_record(), "names": names})
     progress(f"ncu over {', '.join(names)}")
-    text = run_ncu(ncu, options, ["-m", "perf.profile_table", argument], clock_control=clock_control)
+    with tempfile.TemporaryDirectory() as directory:
+        report_file = Path(directory) / "profile.ncu-rep"
+        text = write_report(ncu, report_file, options, ["-m", "perf.profile_table", argument], clock_control)
+        launches, lines = read_report(ncu, report_file)
     said = next((line for line in text.splitlines() if line.startswith(_PROFILED)), None)
     if said is None:
         raise NcuError(f"the profiled process did not end as it should:\n{text[-2000:]}")
     reasons = json.loads(said.removeprefix(_PROFILED))
     ran = [name for name in names if name not in reasons]
-    calls = dict(zip(ran, split_at_marks(parse_ncu(text), len(ran)), strict=True))
+    calls = dict(zip(ran, split_at_marks(launches, len(ran)), strict=True))
     records = []
     for name in names:
         record = {"name": name, "kind": "rung" if name in KERNELS else "peer", **case.as_record()}
         if name in KERNELS:
             record["layout"] = KERNELS[name].config.layout.name
-        found = counters_of(calls[name], available) if name in calls else {"reason": reasons[name]}
+        if name not in calls:
+            records.append(record | {"reason": reasons[name]})
+            continue
+        found = counters_of(calls[name], available)
         records.append(record | found)
+        if name in KERNELS:
+            records += [record | line for line in sampled_lines(lines, found["kernels"])]
     return records
+
+
+def sampled_lines(lines: list[SourceLine], kernels: list[str]) -> list[dict]:
+    """The lines at which most samples found a warp of these kernels stalled, with their wavefronts."""
+    own = [line for line in lines if line.kernel in kernels]
+    total = sum(line.samples for line in own)
+    top = sorted((line for line in own if line.samples), key=lambda line: -line.samples)[:LINES]
+    return [
+        {
+            "source": f"{line.file}:{line.line}", "code": line.code, "samples": line.samples,
+            "share": line.samples / total, "wavefronts": line.wavefronts, "ideal": line.ideal,
+        }
+        for line in top
+    ]  # fmt: skip
 
 
 def launch_all(case: Case, names: list[str]) -> dict[str, str]:
@@ -287,7 +322,7 @@ def code_at(source: str) -> str:
 
 def counter_rows(profiled: list[dict]) -> tuple[list[str], list[list[str]]]:
     """Headers and rows: a counter a row, a contestant a column."""
-    ran = [record for record in profiled if "reason" not in record]
+    ran = [record for record in profiled if "kernels" in record]
     keys = {key for record in ran for key in record}
     rows = [
         [counter.label, *(cell(record.get(counter.key), counter.form) for record in ran)]
@@ -299,7 +334,7 @@ def counter_rows(profiled: list[dict]) -> tuple[list[str], list[list[str]]]:
 
 def stall_rows(profiled: list[dict]) -> tuple[list[str], list[list[str]]]:
     """Headers and rows: a reason a row, a contestant a column, and after each rung the change since the one before."""
-    ran = [record for record in profiled if "reason" not in record]
+    ran = [record for record in profiled if "stalls" in record]
     named = {record["name"]: named_stalls(record["stalls"]) for record in ran}
     headers, columns, previous = [""], [], None
     for record in ran:
@@ -325,6 +360,7 @@ def _profile_tables(profiled: list[dict]) -> list[str]:
         "Stalls, share of all; changes in percentage points\n\n" + plain_table(*stall_rows(profiled)),
         "\n".join(stalls),
         "\n".join(reasons),
+        f"{SAMPLED_TITLE}\n\n{plain_table(*sampled_rows(profiled))}\n\n{_code(profiled)}",
     ]
 
 
@@ -355,11 +391,28 @@ def line_rows(lines: list[dict]) -> tuple[list[str], list[list[str]]]:
     return ["kernel", "line", "instruction", "wavefronts", "share", "ways"], rows
 
 
+def sampled_rows(profiled: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows: a source line a row, that with most samples of each kernel first."""
+    rows = [
+        [
+            record["name"], record["source"], f"{record['samples']:,}", f"{record['share']:.1%}",
+            f"{record['wavefronts']:,}",
+            cell(record["wavefronts"] / record["ideal"] if record["ideal"] else None, ".2f"),
+        ]
+        for record in profiled
+        if "samples" in record
+    ]  # fmt: skip
+    return ["kernel", "line", "samples", "share", "wavefronts", "ways"], rows
+
+
+def _code(records: list[dict]) -> str:
+    seen = {record["source"]: record["code"] for record in records if "source" in record}
+    return "\n".join(f"{source}: {text}" for source, text in seen.items())
+
+
 def _line_table(lines: list[dict]) -> str:
-    seen = {record["source"]: record["code"] for record in lines}
-    code = [f"{source}: {text}" for source, text in seen.items()]
     title = f"The lines that cost most wavefronts in one CTA of {_LINES_TILES} iterations, by the emulator"
-    return "\n".join([f"{title}\n\n{plain_table(*line_rows(lines))}", "", *code])
+    return f"{title}\n\n{plain_table(*line_rows(lines))}\n\n{_code(lines)}"
 
 
 if __name__ == "__main__":

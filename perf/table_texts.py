@@ -11,7 +11,7 @@ from perf.claims import CLAIMS, Evidence
 from perf.counters import COUNTERS, STALL_MEANINGS
 from perf.inspect_table import DEFAULT_ARCHS
 from perf.output import cell, markdown_table
-from perf.profile_table import compared_rows, counter_rows, line_rows, stall_rows
+from perf.profile_table import compared_rows, counter_rows, line_rows, sampled_rows, stall_rows
 
 NOT_MEASURED = "_Not measured yet: `python -m perf all` on a GPU machine fills this in._"
 NOT_COMPILED = "_Not compiled yet: `python -m perf all` fills this in; it needs no GPU for this one._"
@@ -226,8 +226,20 @@ def lines_table() -> str:
     """The source lines of each rung that cost most wavefronts."""
     blocks = []
     for document in _documents("profile"):
-        headers, rows = line_rows([record for record in document["records"] if "source" in record])
+        headers, rows = line_rows([record for record in document["records"] if "instruction" in record])
         blocks.append(_block(document, headers, rows, text_columns=3))
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def sampled_lines_table() -> str:
+    """The source lines of each rung at which most warps were found stalled, with their code."""
+    blocks = []
+    for document in _documents("profile"):
+        headers, rows = sampled_rows(document["records"])
+        code = {record["source"]: record["code"] for record in document["records"] if "samples" in record}
+        rows = [[*row, f"`{code[row[1]]}`".replace("|", r"\|")] for row in rows]
+        align = ["left", "left", "right", "right", "right", "right", "left"]
+        blocks.append(_block(document, [*headers, "code"], rows, align=align))
     return "\n\n".join(blocks) or NOT_MEASURED
 
 
@@ -293,6 +305,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "stall_meanings": stall_meanings_table,
     "predicted": predicted_table,
     "lines": lines_table,
+    "sampled_lines": sampled_lines_table,
     "transposes": lambda: experiments_table("transpose"),
     "softmax": lambda: experiments_table("softmax"),
     "reads": lambda: experiments_table("reads"),

@@ -1,6 +1,7 @@
 """Reads of shared memory down the columns, four bytes or sixteen at a time, and nothing else in the loop.
 
-The loads are inline PTX, so that the compiler neither joins four of them to one nor takes them out of the loop.
+The loads are volatile inline PTX, so that neither compiler nor assembler joins four of them to one or takes
+them out of the loop.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class ColumnReads(Experiment):
     def _load(self, address):
         """Traces one load; the exclusive or of the elements it brings."""
         instruction = by_column("ld", self.width, TILE, 4).instruction
-        asm, _ = probe_asm(instruction)
+        asm = probe_asm(instruction)[0].replace("ld.shared", "ld.volatile.shared")
         operands = [cutlass.Int32(address).ir_value()]
         return cutlass.Int32(llvm.inline_asm(cutlass.Int32.mlir_type, operands, asm, "=r,r", has_side_effects=True))
 

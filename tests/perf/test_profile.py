@@ -71,6 +71,27 @@ def test_a_call_of_two_kernels_is_put_together():
     assert found["stalls"]["short_scoreboard"] == pytest.approx(2800 / (2800 + 3 * 400))
 
 
+# Two lines of source, one with an instruction below it; quotes within the source are not escaped.
+SOURCE = """"File Path","/somewhere/mma.py"
+"Function Name","cute_fa_kernel1_0"
+"Line No","Source","Address","Source","Warp Stall Sampling (All Samples)","L1 Wavefronts Shared","{}"
+"86","gemm("a", b)","-","-","30","0","0"
+"","","0x10","  HMMA","30","0","0"
+"74","copy(a, b)","-","-","10","8,000","1000"
+"File Path","/somewhere/other.py"
+"Function Name","flash_main"
+"1","x","-","-","60","0","0"
+""".format("L1 Wavefronts Shared Ideal")
+
+
+def test_lines_of_ncu():
+    first, second, other = ncu.parse_source(SOURCE)
+    assert first == ncu.SourceLine("cute_fa_kernel1_0", "mma.py", 86, 'gemm("a", b)', 30, 0, 0)
+    assert (second.wavefronts, second.ideal, other.kernel, other.file) == (8000, 1000, "flash_main", "other.py")
+    top, next_ = profile_table.sampled_lines([second, other, first], ["cute_fa_kernel1_0"])
+    assert (top["source"], top["share"], next_["source"], next_["share"]) == ("mma.py:86", 0.75, "mma.py:74", 0.25)
+
+
 @pytest.fixture
 def fake_ncu(tmp_path, monkeypatch):
     """ncu's stand-in: lists the card's counters, and for a profile prints what it is given."""
@@ -80,11 +101,14 @@ def fake_ncu(tmp_path, monkeypatch):
         lines = [",".join(f'"{column}"' for column in columns)]
         lines += [",".join(f'"{v}"' for v in (i, *one.values())) for i, one in enumerate(rows)]
         (tmp_path / "listed").write_text("\n".join(f"{name}  Counter" for name in AVAILABLE))
-        (tmp_path / "profiled").write_text("\n".join(["==PROF== Connected", said, *lines]))
+        (tmp_path / "said").write_text("\n".join(["==PROF== Connected", said]))
+        (tmp_path / "raw").write_text("\n".join(lines))
+        (tmp_path / "source").write_text(SOURCE)
         program = tmp_path / "ncu"
         program.write_text(
-            f'#!/bin/sh\ncase "$1" in --query-metrics) cat {tmp_path}/listed; exit 0;; esac\n'
-            f'echo "$@" > {tmp_path}/arguments\ncat {tmp_path}/profiled\nexit {status}\n'
+            f'#!/bin/sh\ncd {tmp_path}\ncase "$*" in\n--query-metrics*) cat listed;;\n'
+            f"--import*source*) cat source;;\n--import*) cat raw;;\n"
+            f'*) echo "$@" > arguments; cat said; exit {status};;\nesac\n'
         )
         program.chmod(0o755)
         monkeypatch.setattr(profile_table, "find_ncu", lambda: str(program))
@@ -99,7 +123,8 @@ def test_calls_of_rungs_and_peers(fake_ncu, tmp_path):
     rows = [row("cute_fa_kernel1_0", 5000), mark, row("flash_main", 1000), row("flash_combine", 500), mark]
     fake_ncu(rows, 'PROFILED {"sdpa_cudnn": "RuntimeError: not here"}')
     names = ["kernel1", "sdpa_flash", "sdpa_cudnn"]
-    kernel1, flash, cudnn = profile_table.profile(CASE, names)
+    kernel1, *lines, flash, cudnn = profile_table.profile(CASE, names)
+    assert [line["source"] for line in lines] == ["mma.py:86", "mma.py:74"] and lines[0]["name"] == "kernel1"
     assert (kernel1["kind"], kernel1["layout"], kernel1["us"]) == ("rung", "PLAIN", 5.0)
     assert (flash["kind"], flash["kernels"], flash["us"]) == ("peer", ["flash_main", "flash_combine"], 1.5)
     assert cudnn["reason"] == "RuntimeError: not here" and "us" not in cudnn
@@ -107,8 +132,9 @@ def test_calls_of_rungs_and_peers(fake_ncu, tmp_path):
     assert "--clock-control none" in arguments and "--profile-from-start off" in arguments
     profile_table.profile(CASE, names, "base")
     assert "--clock-control base" in (tmp_path / "arguments").read_text()
-    headers, lines = profile_table.stall_rows([kernel1, flash, cudnn])
-    assert headers == ["", "kernel1", "sdpa_flash"] and len(lines) == len(STALL_MEANINGS) + 1
+    headers, rows = profile_table.stall_rows([kernel1, *lines, flash, cudnn])
+    assert headers == ["", "kernel1", "sdpa_flash"] and len(rows) == len(STALL_MEANINGS) + 1
+    assert profile_table.sampled_rows([kernel1, *lines, flash])[1][1][-2:] == ["8,000", "8.00"]
 
 
 def test_changes_are_from_rung_to_rung():
