@@ -16,7 +16,7 @@ from perf.counters import named_stalls
 COURSE, NOTE = "course", "note"
 HOLDS, MORE, IN_PART, FAILS = "holds", "more than claimed", "holds in part", "does not hold"
 UNKNOWN = "not measured"
-CLOSE = 0.05  # two times or rates that differ by less are called equal
+CLOSE = 0.1  # two times, rates or shares that differ by less are called equal
 _CONFLICTING, _SWIZZLED = LADDER[0].name, LADDER[1].name
 _LADDER_CASE = {"D": 128, "S_q": 4096, "S_k": 4096, "causal": False}
 
@@ -162,12 +162,16 @@ def _conflicts_are_gone(evidence: Evidence) -> Judgement:
 
 
 def _smem_is_busy(evidence: Evidence) -> Judgement:
-    ours = evidence.value("smem_share", "profile", name=_CONFLICTING)
-    return f"{ours:.1%}", _verdict([_equal(ours, 0.9364)])
+    ours, cured = (evidence.value("smem_share", "profile", name=name) for name in (_CONFLICTING, _SWIZZLED))
+    found = f"{ours:.1%}, and {cured:.1%} without conflicts"
+    return found, _verdict([_equal(ours, 0.9364), ours > cured])
 
 
 def _stall(reason: str, before: float, after: float) -> Callable[[Evidence], Judgement]:
-    """Of a share that changes from ``before`` to ``after`` there: does it change as far here, and by the factor?"""
+    """Of a share that changes from ``before`` to ``after`` there: does it change as far here, in points?
+
+    One that falls as far, but to more than twice what is left there, is said to leave more.
+    """
 
     def judge(evidence: Evidence) -> Judgement:
         ours = [evidence.stall(name, reason) for name in (_CONFLICTING, _SWIZZLED)]
@@ -176,7 +180,9 @@ def _stall(reason: str, before: float, after: float) -> Callable[[Evidence], Jud
         found = f"{ours[0]:.2%} → {ours[1]:.2%} ({100 * (ours[1] - ours[0]):+.2f} points)"
         if change <= 0:
             return found, FAILS
-        return found, HOLDS if change >= abs(after - before) else f"{IN_PART}: less far"
+        if change < abs(after - before):
+            return found, f"{IN_PART}: less far"
+        return found, f"{HOLDS}, but more is left" if direction < 0 and ours[1] > 2 * after else HOLDS
 
     return judge
 

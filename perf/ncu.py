@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,8 +93,9 @@ def write_report(ncu: str, report: Path, options: Sequence[str], python: Sequenc
 
 def read_report(ncu: str, report: Path) -> tuple[list[dict[str, str]], list[SourceLine]]:
     """The launches of a report, and the source lines of those kernels that were compiled with line info."""
-    launches = parse_ncu(_output([ncu, "--import", str(report), *_RAW]))
-    return launches, parse_source(_output([ncu, "--import", str(report), *_SOURCE]))
+    with ThreadPoolExecutor(2) as pool:  # to read a report takes ncu seconds
+        launches, lines = pool.map(_output, ([ncu, "--import", str(report), *page] for page in (_RAW, _SOURCE)))
+    return parse_ncu(launches), parse_source(lines)
 
 
 def _output(command: list[str]) -> str:

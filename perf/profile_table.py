@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 from collections import Counter as Multiset
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from perf.ncu import (
 from perf.output import add_output_arguments, as_csv, cell, emit, plain_table, progress, wants_tables
 from perf.peers import PEERS
 
-CASE = {"seqlen": [(4096, 4096)], "causal": False}  # that of the ladder's table
+CASE = {"seqlen": [(4096, 4096)], "batch": 1, "causal": False}
 LINES = 5
 SAMPLED_TITLE = "The lines at which most samples found a warp stalled, by ncu"
 MAX_EMULATED_SECONDS = 5.0
@@ -83,22 +84,17 @@ def main(args: argparse.Namespace) -> int:
     has_gpu = torch.cuda.is_available()
     arch = arch_of_capability(torch.cuda.get_device_capability()) if has_gpu else None
     profiled: list[dict] = []
-    if has_gpu:
-        names = [*(rung.name for rung in rungs), *(name for name in PEERS if name in args.peers)]
-        try:
-            profiled = profile(case, names, args.clock_control)
-        except NcuError as error:
-            progress(f"python -m perf profile: error: {error}")
-            return 1
-    by_name = {record["name"]: record for record in profiled if "kernels" in record}
-    compared, lines, notes = [], [], []
-    for rung in rungs:
-        progress(f"emulating {rung.name}")
-        try:
-            compared += compared_records(case, rung, by_name.get(rung.name), arch)
-            lines += line_records(case, rung, arch)
-        except (EmulationError, ValueError) as error:
-            notes.append(f"{rung.name} not emulated: {str(error).splitlines()[0]}")
+    with ThreadPoolExecutor(1) as pool:  # the emulator's work and ncu's take about as long
+        emulated = pool.submit(_emulate_all, case, rungs, arch)
+        if has_gpu:
+            names = [*(rung.name for rung in rungs), *(name for name in PEERS if name in args.peers)]
+            try:
+                profiled = profile(case, names, args.clock_control)
+            except NcuError as error:
+                progress(f"python -m perf profile: error: {error}")
+                return 1
+        compared, lines, notes = emulated.result()
+    add_counts(compared, profiled)
     records = profiled + compared + lines
     if wants_tables(args):
         print("\n\n".join(filter(None, [str(case), *_profile_tables(profiled), _compared_table(compared)])))
@@ -203,8 +199,21 @@ def launch_all(case: Case, names: list[str]) -> dict[str, str]:
 # --- predicted ---------------------------------------------------------------------------------------------
 
 
-def compared_records(case: Case, rung: Rung, profiled: dict | None, arch: str | None) -> list[dict]:
-    """One record a counter of shared memory: the emulator's wavefronts, the lab's, and ncu's where it has run.
+def _emulate_all(case: Case, rungs: list[Rung], arch: str | None) -> tuple[list[dict], list[dict], list[str]]:
+    """Predictions, source lines, and which rungs can't be emulated, with the reason."""
+    compared, lines, notes = [], [], []
+    for rung in rungs:
+        progress(f"emulating {rung.name}")
+        try:
+            compared += compared_records(case, rung, arch)
+            lines += line_records(case, rung, arch)
+        except (EmulationError, ValueError) as error:
+            notes.append(f"{rung.name} not emulated: {str(error).splitlines()[0]}")
+    return compared, lines, notes
+
+
+def compared_records(case: Case, rung: Rung, arch: str | None) -> list[dict]:
+    """One record a counter of shared memory: the wavefronts of the emulator, and of the lab.
 
     Raises:
         EmulationError, ValueError: the rung can't be emulated, or its wavefronts can't be extrapolated.
@@ -218,11 +227,17 @@ def compared_records(case: Case, rung: Rung, profiled: dict | None, arch: str | 
         record |= {"path": " + ".join(paths), "counter": counter, "exact": exact, "ideal": ideal, "predicted": actual}
         if lab is not None:
             record["lab"] = sum(lab[path] for path in paths)
-        key = next((c.key for c in COUNTERS if counter in c.metrics), None)
-        if profiled is not None and key in profiled:
-            record["wavefronts"] = round(profiled[key])
         records.append(record)
     return records
+
+
+def add_counts(compared: list[dict], profiled: list[dict]) -> None:
+    """Puts ncu's wavefronts beside the predicted ones, of the rungs that were profiled."""
+    by_name = {record["name"]: record for record in profiled if "kernels" in record}
+    for record in compared:
+        key = next((counter.key for counter in COUNTERS if record["counter"] in counter.metrics), None)
+        if key in by_name.get(record["name"], {}):
+            record["wavefronts"] = round(by_name[record["name"]][key])
 
 
 def predict(case: Case, rung: Rung, arch: str | None = None) -> dict[str, tuple[int, int]]:

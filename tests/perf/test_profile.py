@@ -224,11 +224,14 @@ def test_compared_records_hold_the_counter_to_the_prediction():
         f"wavefronts_{op}": float(sum(predicted[path][1] for path in paths[ncu.WAVEFRONTS.format(op)][0]))
         for op in ("ldsm", "ld", "st", "ldgsts")
     }
-    records = profile_table.compared_records(SMALL, rung, profiled, None)
+    profiled |= {"name": rung.name, "kernels": []}
+    records = profile_table.compared_records(SMALL, rung, None)
+    profile_table.add_counts(records, [profiled, {"name": "kernel1", "samples": 1}])
     assert len(records) == len(paths) and not emulation.differing(records)
     assert all(record["lab"] == record["predicted"] == record["wavefronts"] > 0 for record in records)
     profiled["wavefronts_st"] += 1
-    (wrong,) = emulation.differing(profile_table.compared_records(SMALL, rung, profiled, None))
+    profile_table.add_counts(records, [profiled])
+    (wrong,) = emulation.differing(records)
     assert wrong["path"] == "st.shared"
 
 

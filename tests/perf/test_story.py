@@ -45,9 +45,11 @@ def experiments(conflicting: float = 1.8, swizzled: float = 1.0, shuffle: float 
 
 
 def profile(before: float, after: float) -> list[dict]:
-    rest = {"kernels": ["k"], "us": 1.0, "smem_share": 0.93}
+    rest = {"kernels": ["k"], "us": 1.0}
     rows = [
-        timed(name, 1.0) | rest | {"stalls": {"short_scoreboard": share, "wait": 1 - share}}
+        timed(name, 1.0)
+        | rest
+        | {"smem_share": 0.93 if name == "kernel1" else 0.4, "stalls": {"short_scoreboard": share, "wait": 1 - share}}
         for name, share in (("kernel1", before), ("kernel2", after))
     ]
     for name, ways in (("kernel1", 8), ("kernel2", 1)):
@@ -104,6 +106,7 @@ def test_figures_like_the_texts_give_their_verdicts(measured):
         ("timing_bf16", [timed("kernel2", 60.0), timed("sdpa_flash", 90.0)], "_near_the_reference", FAILS),
         ("timing_bf16", [timed("kernel1", 50.0)], "_near_the_reference", UNKNOWN),
         ("profile", profile(0.5637, 0.2), "short_scoreboard falls", f"{IN_PART}: less far"),
+        ("profile", profile(0.8, 0.1), "short_scoreboard falls", f"{HOLDS}, but more is left"),
         ("profile", profile(0.1, 0.2), "short_scoreboard falls", FAILS),
         ("experiments", experiments(conflicting=4.0), "_faster_transpose", MORE),
         ("experiments", experiments(conflicting=1.2), "_faster_transpose", FAILS),
