@@ -348,19 +348,19 @@ def counter_rows(profiled: list[dict]) -> tuple[list[str], list[list[str]]]:
 
 
 def stall_rows(profiled: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows: a reason a row, a contestant a column, and after each rung the change since the one before."""
+    """Headers and rows: a contestant a row, a reason a column; below a rung the change since the one before."""
     ran = [record for record in profiled if "stalls" in record]
-    named = {record["name"]: named_stalls(record["stalls"]) for record in ran}
-    headers, columns, previous = [""], [], None
+    rows, previous = [], None
     for record in ran:
-        headers.append(record["name"])
-        columns.append({reason: f"{share:.2%}" for reason, share in named[record["name"]].items()})
-        if record["kind"] == "rung" and previous is not None:
-            headers.append(f"{previous} → {record['name']}")
-            change = {r: share - named[previous][r] for r, share in named[record["name"]].items()}
-            columns.append({reason: f"{100 * points:+.2f}" for reason, points in change.items()})
-        previous = record["name"] if record["kind"] == "rung" else previous
-    return headers, [[reason, *(column[reason] for column in columns)] for reason in (*STALL_MEANINGS, REST)]
+        stalls = named_stalls(record["stalls"])
+        rows.append([record["name"], *(f"{share:.2%}" for share in stalls.values())])
+        if record["kind"] == "rung":
+            if previous is not None:
+                before = named_stalls(previous["stalls"])
+                change = (f"{100 * (share - before[reason]):+.2f}" for reason, share in stalls.items())
+                rows.append([f"{previous['name']} → {record['name']}", *change])
+            previous = record
+    return ["", *STALL_MEANINGS, REST], rows
 
 
 def _profile_tables(profiled: list[dict]) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from cute_fa.ladder import LADDER
+from cute_fa.ladder import LADDER, Rung
 from perf import results
 from perf.cases import Case
 from perf.claims import CLAIMS, Evidence
-from perf.counters import COUNTERS, STALL_MEANINGS
+from perf.counters import COUNTERS, STALL_MEANINGS, named_stalls
 from perf.inspect_table import DEFAULT_ARCHS
 from perf.output import cell, markdown_table
 from perf.profile_table import compared_rows, counter_rows, line_rows, sampled_rows, stall_rows
@@ -200,11 +200,35 @@ def counters_table() -> str:
 
 
 def stalls_table() -> str:
-    """Shares of the reasons for which warps stalled, with the change between rungs."""
+    """Shares of the reasons for which warps stalled, of all that were profiled, with the change between rungs."""
     blocks = []
     for document in _documents("profile"):
         headers, rows = stall_rows(_profiled(document))
         blocks.append(_block(document, headers, rows, "; shares of all stalls, changes in percentage points"))
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def swizzle_stalls_table() -> str:
+    """The stalls of the first two rungs, the change, and those of the reference: the table of the course."""
+    blocks = []
+    for document in _documents("profile"):
+        by_name = {record["name"]: named_stalls(record["stalls"]) for record in _profiled(document)}
+        before, after = (by_name.get(rung.name) for rung in LADDER[:2])
+        if before is None or after is None:
+            continue
+        reference = by_name.get(FLASH, {})
+        rows = [
+            [
+                reason,
+                f"{before[reason]:.2%}",
+                f"{after[reason]:.2%}",
+                f"{100 * (after[reason] - before[reason]):+.2f}",
+                cell(reference.get(reason), ".2%"),
+            ]
+            for reason in before
+        ]
+        headers = ["stall", LADDER[0].name, LADDER[1].name, "change, points", FLASH]
+        blocks.append(_block(document, headers, rows, "; shares of all stalls"))
     return "\n\n".join(blocks) or NOT_MEASURED
 
 
@@ -213,11 +237,13 @@ def stall_meanings_table() -> str:
     return markdown_table(["stall", "a warp"], [[name, text] for name, text in STALL_MEANINGS.items()], text_columns=2)
 
 
-def predicted_table() -> str:
-    """Wavefronts of the rungs, predicted and counted, at full size."""
+def predicted_table(rungs: Sequence[Rung] = LADDER) -> str:
+    """Wavefronts of some rungs, predicted and counted, at full size."""
+    names = [rung.name for rung in rungs]
     blocks = []
     for document in _documents("profile"):
-        headers, rows = compared_rows([record for record in document["records"] if "counter" in record])
+        compared = [record for record in document["records"] if "counter" in record and record["name"] in names]
+        headers, rows = compared_rows(compared)
         blocks.append(_block(document, headers, rows, text_columns=2))
     return "\n\n".join(blocks) or NOT_MEASURED
 
@@ -304,6 +330,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "stalls": stalls_table,
     "stall_meanings": stall_meanings_table,
     "predicted": predicted_table,
+    "swizzle_stalls": swizzle_stalls_table,
+    "swizzle_predicted": lambda: predicted_table(LADDER[:2]),
     "lines": lines_table,
     "sampled_lines": sampled_lines_table,
     "transposes": lambda: experiments_table("transpose"),

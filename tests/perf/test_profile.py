@@ -133,7 +133,7 @@ def test_calls_of_rungs_and_peers(fake_ncu, tmp_path):
     profile_table.profile(CASE, names, "base")
     assert "--clock-control base" in (tmp_path / "arguments").read_text()
     headers, rows = profile_table.stall_rows([kernel1, *lines, flash, cudnn])
-    assert headers == ["", "kernel1", "sdpa_flash"] and len(rows) == len(STALL_MEANINGS) + 1
+    assert len(headers) == len(STALL_MEANINGS) + 2 and [row[0] for row in rows] == ["kernel1", "sdpa_flash"]
     assert profile_table.sampled_rows([kernel1, *lines, flash])[1][1][-2:] == ["8,000", "8.00"]
 
 
@@ -142,9 +142,9 @@ def test_changes_are_from_rung_to_rung():
         {"name": name, "kind": kind, "stalls": {"short_scoreboard": share, "wait": 1 - share}}
         for name, kind, share in (("a", "rung", 0.5637), ("b", "rung", 0.0149), ("p", "peer", 0.1))
     ]
-    headers, lines = profile_table.stall_rows(records)
-    assert headers == ["", "a", "b", "a → b", "p"]
-    assert lines[0] == ["short_scoreboard", "56.37%", "1.49%", "-54.88", "10.00%"]
+    headers, rows = profile_table.stall_rows(records)
+    assert headers[:2] == ["", "short_scoreboard"]
+    assert [row[:2] for row in rows] == [["a", "56.37%"], ["b", "1.49%"], ["a → b", "-54.88"], ["p", "10.00%"]]
 
 
 @pytest.mark.parametrize(
