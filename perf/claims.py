@@ -167,6 +167,11 @@ def _smem_is_busy(evidence: Evidence) -> Judgement:
     return found, _verdict([_equal(ours, 0.9364), ours > cured])
 
 
+def _math_pipe(evidence: Evidence) -> Judgement:
+    ours = evidence.stall(_CONFLICTING, "math_pipe_throttle")
+    return f"{ours:.2%}", _verdict([_equal(ours, 0.1188)])
+
+
 def _stall(reason: str, before: float, after: float) -> Callable[[Evidence], Judgement]:
     """Of a share that changes from ``before`` to ``after`` there: does it change as far here, in points?
 
@@ -242,12 +247,20 @@ def _shuffles_need_no_smem(evidence: Evidence) -> Judgement:
 
 def _shuffles_are_fastest(evidence: Evidence) -> Judgement:
     found, fastest = [], []
-    for experiment in ("softmax", "transpose"):
-        shuffle = evidence.variant(experiment, "shuffle")["ms"]
-        best = min(evidence.variant(experiment, variant)["ms"] for variant in ("padded", "swizzled"))
-        found.append(f"{experiment}: {best / shuffle:.2f}x the speed of the best through shared memory")
-        fastest.append(shuffle < best * (1 + CLOSE))
-    return "; ".join(found), _verdict(fastest)
+    for shuffle in evidence.find("experiments", variant="shuffle"):
+        name, dtype, size = (shuffle[key] for key in ("experiment", "dtype", "size"))
+        best = min(evidence.variant(name, variant, dtype, size)["ms"] for variant in ("padded", "swizzled"))
+        found.append(f"{name} {dtype} {size}: {best / shuffle['ms']:.2f}x")
+        fastest.append(shuffle["ms"] <= best)
+    return f"speed over the best through shared memory: {', '.join(found)}", _verdict(fastest)
+
+
+def _softmax_conflicts(evidence: Evidence) -> Judgement:
+    conflicting, padded = (evidence.variant("softmax", variant) for variant in ("conflicting", "padded"))
+    found = (
+        f"{conflicting['ways']}-way down rows of 128, {conflicting['ms'] / padded['ms']:.2f}x the time of padded ones"
+    )
+    return found, _verdict([conflicting["ways"] > 1 and conflicting["ms"] > padded["ms"]])
 
 
 def _faster_transpose(evidence: Evidence) -> Judgement:
@@ -314,10 +327,12 @@ CLAIMS: tuple[Claim, ...] = (
         "6.31 % → 15.15 % (+8.84 points)",
         _stall("long_scoreboard", 0.0631, 0.1515),
     ),
+    Claim(COURSE, "math_pipe_throttle is kernel 1's second stall", "11.88 %", _math_pipe),
     Claim(NOTE, "32 banks of 4 bytes, a word each a cycle", "definition", _words_and_banks),
     Claim(NOTE, "Reading one address is a broadcast, no conflict", "no conflict", _broadcast),
     Claim(NOTE, "Effective bandwidth = peak / conflict degree", "formula", _peak_over_degree),
     Claim(NOTE, "All lanes in one bank are 32 times slower", "32x", _thirty_two_times),
+    Claim(NOTE, "Softmax through shared memory conflicts in long rows", "may conflict", _softmax_conflicts),
     Claim(NOTE, "Padding and swizzling do the same", "both free of conflicts", _padding_equals_swizzling),
     Claim(NOTE, "Shuffles need no shared memory", "none", _shuffles_need_no_smem),
     Claim(NOTE, "Shuffles are the fastest", "highest speed", _shuffles_are_fastest),

@@ -29,6 +29,7 @@ _STALL_COLOURS = {
     "gmma": "#6b46c1",
     REST: "#d3d6da",
 }
+_LIGHT = ("wait", REST)  # take dark figures
 _LADDER_CASE = {"D": 128, "S_q": 4096, "S_k": 4096, "causal": False}
 
 
@@ -110,7 +111,8 @@ def stalls(evidence: Evidence) -> Figure:
         axes.barh(names, shares, left=left, color=colour, label=reason, height=0.7)
         for row, (share, start) in enumerate(zip(shares, left, strict=True)):
             if share >= 5:
-                axes.text(start + share / 2, row, f"{share:.0f}", ha="center", va="center", color="white", fontsize=8)
+                ink = "#22262b" if reason in _LIGHT else "white"
+                axes.text(start + share / 2, row, f"{share:.0f}", ha="center", va="center", color=ink, fontsize=8)
         left = [start + share for start, share in zip(left, shares, strict=True)]
     axes.invert_yaxis()
     axes.set_xlim(0, 100)

@@ -91,10 +91,10 @@ def test_figures_like_the_texts_give_their_verdicts(measured):
         "_twice_as_fast", "_near_the_reference", "_eight_ways", "_copies_are_free", "_conflicts_are_gone",
         "_smem_is_busy", "short_scoreboard falls", "_words_and_banks", "_broadcast", "_peak_over_degree",
         "_thirty_two_times", "_padding_equals_swizzling", "_shuffles_need_no_smem", "_faster_transpose",
-        "_no_conflicts_left", "_vectors_do_not_cure",
+        "_no_conflicts_left", "_vectors_do_not_cure", "_softmax_conflicts",
     ):  # fmt: skip
         assert found[name] == HOLDS, name
-    assert found["mio_throttle falls"] == FAILS  # it is 0 in both
+    assert found["mio_throttle falls"] == found["_math_pipe"] == FAILS  # they are 0 in both
     assert found["_shuffles_are_fastest"] == FAILS
 
 
@@ -112,6 +112,16 @@ def test_figures_like_the_texts_give_their_verdicts(measured):
         ("experiments", experiments(conflicting=1.2), "_faster_transpose", FAILS),
         ("experiments", experiments(swizzled=1.2), "_padding_equals_swizzling", FAILS),
         ("experiments", experiments(shuffle=0.9), "_shuffles_are_fastest", HOLDS),
+        (
+            "experiments",
+            [
+                *experiments(shuffle=0.9),
+                variant("shuffle", "transpose", 3.0, 0, size=2048),
+                *(variant(name, "transpose", 2.0, 1, size=2048) for name in ("padded", "swizzled")),
+            ],
+            "_shuffles_are_fastest",
+            IN_PART,
+        ),
         ("experiments", reads(plain=20.0), "_thirty_two_times", FAILS),
         ("experiments", reads(plain=20.0), "_peak_over_degree", IN_PART),
         ("experiments", reads(), "_faster_transpose", UNKNOWN),
