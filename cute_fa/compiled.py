@@ -55,7 +55,7 @@ def get_compiled(static: StaticProblem, rung: Rung, config: KernelConfig, arch: 
             path = cache_dir() / f"{_digest(*key, 'tvm-ffi object')}.o"
             compiled = _load_object(path)
             if compiled is None:
-                compiled = _compile(static, rung, config, arch, "--enable-tvm-ffi")
+                compiled = _compile(static, rung, config, arch, "--enable-tvm-ffi --generate-line-info")
                 _store(path, lambda name, fresh=compiled: fresh.export_to_c(name, function_name=_EXPORTED_NAME))
                 compiled = _load_object(path) or compiled  # what is loaded is called with less overhead
             _in_memory[key] = compiled

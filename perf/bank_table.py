@@ -8,14 +8,9 @@ is equality.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import glob
 import json
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -27,10 +22,9 @@ from layouts.access import WARP_LANES, Path, array_paths, broadcast, by_column, 
 from layouts.banks import BankReport, report
 from layouts.toys import TOYS
 from perf import results
+from perf.ncu import CONFLICTS, MISSING, WAVEFRONTS, NcuError, count, find_ncu, launched, parse_ncu, run_ncu
 from perf.output import add_output_arguments, as_csv, emit, plain_table, progress, wants_tables
 
-_WAVEFRONTS = "sm__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
-_CONFLICTS = "sm__sass_l1tex_data_bank_conflicts_pipe_lsu_mem_shared_op_{}.sum"
 # ncu has no counter of its own for the conflicts of ld and st: they are the wavefronts less the ideal.
 # That of ldgsts reads 0, however many wavefronts cp.async takes to split lines.
 _OPS_WITH_CONFLICTS = ("ldsm", "ldgsts")
@@ -182,50 +176,28 @@ def prediction(probe: Probe) -> dict:
         "instructions": probe.path.num_instructions,
         "ways": predicted.ways,
         "ideal": predicted.ideal,
-        "counter": _WAVEFRONTS.format(probe.op),
+        "counter": WAVEFRONTS.format(probe.op),
         "predicted": predicted.wavefronts,
     }
     if probe.op in _OPS_WITH_CONFLICTS:
-        record |= {"conflict_counter": _CONFLICTS.format(probe.op), "predicted_conflicts": predicted.conflicts}
+        record |= {"conflict_counter": CONFLICTS.format(probe.op), "predicted_conflicts": predicted.conflicts}
     return record
-
-
-def find_ncu() -> str | None:
-    """Nsight Compute's command line: on the PATH, or where the CUDA toolkit and its own installer put it."""
-    if found := shutil.which("ncu"):
-        return found
-    patterns = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
-    found = sorted(file for pattern in patterns for file in glob.glob(pattern))
-    return found[-1] if found else None
-
-
-def parse_ncu(text: str) -> list[dict[str, str]]:
-    """The rows of ``ncu --csv --page raw``, a launch each, in the order of launches.
-
-    Lines that are not CSV (ncu's own, the program's) and the row of units are left out.
-    """
-    lines = [line for line in text.splitlines() if line.startswith('"')]
-    rows = [row for row in csv.DictReader(lines) if (row.get("ID") or "").isdecimal()]
-    return sorted(rows, key=lambda row: int(row["ID"]))
 
 
 def measure(ncu: str) -> list[dict[str, int]]:
     """Runs all probes under ncu; the counters of each, in the order of ``PROBES``.
 
     Raises:
-        RuntimeError: ncu failed, or did not see exactly the kernels that were launched.
+        NcuError: ncu failed, or did not see exactly the kernels that were launched.
     """
-    metrics = [_WAVEFRONTS.format(op) for op in _OPS] + [_CONFLICTS.format(op) for op in _OPS_WITH_CONFLICTS]
-    command = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name", "regex:^bank_"]
-    command += ["--metrics", ",".join(metrics), sys.executable, "-m", "perf.bank_kernels"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=results.ROOT)
-    rows = parse_ncu(done.stdout)
+    metrics = [WAVEFRONTS.format(op) for op in _OPS] + [CONFLICTS.format(op) for op in _OPS_WITH_CONFLICTS]
+    options = ["--kernel-name", "regex:^bank_", "--metrics", ",".join(metrics)]
+    rows = parse_ncu(run_ncu(ncu, options, ["-m", "perf.bank_kernels"]))
     expected = [kernel_name(probe.path.instruction) for probe in PROBES]
-    seen = [re.sub(r"_\d+$", "", row["Kernel Name"].partition("(")[0]) for row in rows]
-    if done.returncode or seen != expected:
-        tail = (done.stdout + done.stderr)[-2000:]
-        raise RuntimeError(f"ncu (exit {done.returncode}) saw {len(seen)} kernels, not the {len(expected)}:\n{tail}")
-    return [{metric: int(float(row[metric].replace(",", ""))) for metric in metrics} for row in rows]
+    seen = [re.sub(r"_\d+$", "", launched(row)) for row in rows]
+    if seen != expected:
+        raise NcuError(f"ncu saw {len(seen)} kernels, not the {len(expected)} that were launched: {seen}")
+    return [{metric: count(row, metric) for metric in metrics} for row in rows]
 
 
 def records(counters: list[dict[str, int]] | None) -> list[dict]:
@@ -274,11 +246,11 @@ def main(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         missing = "there is no CUDA device"
     elif ncu is None:
-        missing = "ncu was not found on the PATH, under /usr/local/cuda* or under /opt/nvidia/nsight-compute"
+        missing = MISSING
     else:
         try:
             counters = measure(ncu)
-        except RuntimeError as error:
+        except NcuError as error:
             progress(f"python -m perf banks: error: {error}")
             return 1
     rows = records(counters)

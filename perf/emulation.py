@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 
 import torch
 
@@ -19,18 +17,17 @@ from cute_fa.arch import arch_of_capability
 from cute_fa.emulator import DEFAULT_ARCH, EmulatedForward, emulate_forward
 from cute_fa.ladder import KERNELS, LADDER
 from layouts import SmemLayout
-from perf.bank_table import find_ncu, parse_ncu
 from perf.cases import Case
+from perf.ncu import MARK, MISSING, WAVEFRONTS, NcuError, count, find_ncu, mark, parse_ncu, run_ncu, split_at_marks
 from perf.output import add_output_arguments, as_csv, cell, emit, plain_table, progress, wants_tables
-from perf.results import ROOT, device_name, make_document, results_path
+from perf.results import device_name, make_document, results_path
 
-_COUNTER = "sm__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum"
 # Counter → the emulator's paths that it counts, and whether it is exact.
 COUNTERS = {
-    _COUNTER.format("ldsm"): (("ldmatrix", "ldmatrix.trans"), True),
-    _COUNTER.format("st"): (("st.shared",), True),
-    _COUNTER.format("ld"): (("ld.shared",), True),
-    _COUNTER.format("ldgsts"): (("cp.async",), False),
+    WAVEFRONTS.format("ldsm"): (("ldmatrix", "ldmatrix.trans"), True),
+    WAVEFRONTS.format("st"): (("st.shared",), True),
+    WAVEFRONTS.format("ld"): (("ld.shared",), True),
+    WAVEFRONTS.format("ldgsts"): (("cp.async",), False),
 }
 _LAUNCHES = "import perf.emulation; perf.emulation.launch_all()"
 
@@ -58,12 +55,16 @@ def main(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         missing = "no CUDA device is visible to PyTorch"
     elif ncu is None:
-        missing = "ncu was not found on the PATH, under /usr/local/cuda* or under /opt/nvidia/nsight-compute"
+        missing = MISSING
     if missing:
         pairs = [(case, name) for case in CASES[:2] for name in emulated_rungs()]
         records = [record for case, name in pairs for record in emulated_records(case, name)]
     else:
-        records = compare_with_gpu(ncu)
+        try:
+            records = compare_with_gpu(ncu)
+        except NcuError as error:
+            progress(f"python -m perf emulate: error: {error}")
+            return 1
     if wants_tables(args):
         print_tables(records)
     wrong = differing(records)
@@ -144,7 +145,7 @@ def compare_with_gpu(ncu: str) -> list[dict]:
             seconds = round(result.report.seconds_per_cta, 5)
             record = {"path": "o", **difference, "lse_error": lse_error, "seconds_per_cta": seconds}
             records.append({**_common(case, name, arch), **record})
-    counted = run_ncu(ncu)
+    counted = count_all(ncu)
     for (case, name), counters in zip(results, counted, strict=True):
         for counter, (paths, exact) in COUNTERS.items():
             ideal, predicted = predicted_wavefronts(results[case, name], paths)
@@ -155,8 +156,9 @@ def compare_with_gpu(ncu: str) -> list[dict]:
 
 
 def differing(records: list[dict]) -> list[dict]:
-    """The records of exact counters that the emulator did not predict."""
-    return [record for record in records if record.get("exact") and record["wavefronts"] != record["predicted"]]
+    """The records of exact counters, as far as they were counted, that the emulator did not predict."""
+    counted = (record for record in records if record.get("exact") and "wavefronts" in record)
+    return [record for record in counted if record["wavefronts"] != record["predicted"]]
 
 
 def _gpu_forward(case: Case, name: str):
@@ -170,6 +172,7 @@ def launch_all() -> None:
     for case in CASES:
         for name in emulated_rungs():
             _gpu_forward(case, name)
+            mark()
     torch.cuda.synchronize()
 
 
@@ -206,23 +209,16 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 # --- Nsight Compute ----------------------------------------------------------------------------------------
 
 
-def run_ncu(ncu: str) -> list[dict[str, int]]:
+def count_all(ncu: str) -> list[dict[str, int]]:
     """The counters of every launch of ``launch_all``, in order.
 
     Raises:
-        RuntimeError: ncu failed, or did not see exactly the kernels that were launched.
+        NcuError: ncu failed, or did not see the calls that were made.
     """
-    command = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--kernel-name", "regex:cute_fa"]
-    command += ["--metrics", ",".join(COUNTERS), sys.executable, "-c", _LAUNCHES]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    rows = parse_ncu(done.stdout)
-    expected = [name for _ in CASES for name in emulated_rungs()]
-    seen = [row["Kernel Name"] for row in rows]
-    matching = len(seen) == len(expected) and all(name in full for name, full in zip(expected, seen, strict=True))
-    if done.returncode or not matching:
-        tail = (done.stdout + done.stderr)[-2000:]
-        raise RuntimeError(f"ncu (exit {done.returncode}) saw {len(seen)} launches, not the {len(expected)}:\n{tail}")
-    return [{counter: int(float(row[counter].replace(",", ""))) for counter in COUNTERS} for row in rows]
+    options = ["--kernel-name", f"regex:^cute_fa|{MARK}", "--metrics", ",".join(COUNTERS)]
+    rows = parse_ncu(run_ncu(ncu, options, ["-c", _LAUNCHES]))
+    calls = split_at_marks(rows, len(CASES) * len(emulated_rungs()))
+    return [{counter: sum(count(row, counter) for row in call) for counter in COUNTERS} for call in calls]
 
 
 # --- printed -----------------------------------------------------------------------------------------------

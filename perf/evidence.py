@@ -1,4 +1,4 @@
-"""Gathers the whole evidence: tests, timings, host overhead and all that is registered; then the tables.
+"""Gathers the whole evidence: tests, timings, host overhead and all that is registered; then the tables and pictures.
 
 Each step writes its results file when it ends. A step whose file is of the present commit is not run
 again, so an interrupted run goes on where it stopped.
@@ -43,6 +43,7 @@ def main(args: argparse.Namespace) -> int:
         outcomes.append((step.what, outcome, f"{time.monotonic() - started:.0f} s", good))
         progress(f"== {step.what}: {outcome}")
     tables = _perf(("tables",), None)
+    _perf(("plots",), None)  # says so where there is no matplotlib; the figures are in the tables all the same
     print(plain_table(["step", "outcome", "took"], [list(outcome[:3]) for outcome in outcomes]))
     return 0 if tables == 0 and all(good for *_, good in outcomes) else 1
 

@@ -80,9 +80,11 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def markdown_table(headers: list[str], rows: list[list[str]], text_columns: int = 1) -> str:
-    """A GitHub table: the first columns, which are text, to the left, all others to the right."""
-    align = ["left"] * text_columns + ["right"] * (len(headers) - text_columns)
+def markdown_table(
+    headers: list[str], rows: list[list[str]], text_columns: int = 1, align: list[str] | None = None
+) -> str:
+    """A GitHub table: the first columns, which are text, to the left, all others to the right; or as ``align`` says."""
+    align = align or ["left"] * text_columns + ["right"] * (len(headers) - text_columns)
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=align)
 
 

@@ -13,6 +13,9 @@ COMMANDS: dict[str, str] = {
     "host": "perf.host",
     "banks": "perf.bank_table",
     "emulate": "perf.emulation",
+    "profile": "perf.profile_table",
+    "experiments": "perf.experiments.command",
+    "plots": "perf.plots",
     "tests": "perf.suite",
     "all": "perf.evidence",
     "tables": "perf.tables",
@@ -44,5 +47,7 @@ EVIDENCE: tuple[Step, ...] = (
     Step("host", ("host",), 1.5),
     Step("bank_table", ("banks",), 2),
     Step("emulation", ("emulate",), 2),
+    Step("profile", ("profile",), 2),
+    Step("experiments", ("experiments",), 1.5),
     Step("tests", ("tests",), 6),
 )

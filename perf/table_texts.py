@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from cute_fa.ladder import LADDER
+from cute_fa.ladder import LADDER, Rung
 from perf import results
+from perf.cases import Case
+from perf.claims import CLAIMS, Evidence
+from perf.counters import COUNTERS, STALL_MEANINGS, named_stalls
 from perf.inspect_table import DEFAULT_ARCHS
 from perf.output import cell, markdown_table
+from perf.profile_table import compared_rows, counter_rows, line_rows, sampled_rows, stall_rows
 
 NOT_MEASURED = "_Not measured yet: `python -m perf all` on a GPU machine fills this in._"
 NOT_COMPILED = "_Not compiled yet: `python -m perf all` fills this in; it needs no GPU for this one._"
@@ -182,6 +186,135 @@ def emulation_time_table() -> str:
     return "\n\n".join(blocks) or NOT_MEASURED
 
 
+def counters_table() -> str:
+    """The counters of a profile, a counter a row and a kernel a column, each with its meaning."""
+    blocks = []
+    for document in _documents("profile"):
+        profiled = _profiled(document)
+        headers, rows = counter_rows(profiled)
+        meanings = {counter.label: counter.meaning for counter in COUNTERS}
+        rows = [[*row, meanings[row[0]]] for row in rows]
+        align = ["left"] + ["right"] * (len(headers) - 1) + ["left"]
+        blocks.append(_block(document, [*headers, "what it is"], rows, align=align))
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def stalls_table() -> str:
+    """Shares of the reasons for which warps stalled, of all that were profiled, with the change between rungs."""
+    blocks = []
+    for document in _documents("profile"):
+        headers, rows = stall_rows(_profiled(document))
+        blocks.append(_block(document, headers, rows, "; shares of all stalls, changes in percentage points"))
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def swizzle_stalls_table() -> str:
+    """The stalls of the first two rungs, the change, and those of the reference: the table of the course."""
+    blocks = []
+    for document in _documents("profile"):
+        by_name = {record["name"]: named_stalls(record["stalls"]) for record in _profiled(document)}
+        before, after = (by_name.get(rung.name) for rung in LADDER[:2])
+        if before is None or after is None:
+            continue
+        reference = by_name.get(FLASH, {})
+        rows = [
+            [
+                reason,
+                f"{before[reason]:.2%}",
+                f"{after[reason]:.2%}",
+                f"{100 * (after[reason] - before[reason]):+.2f}",
+                cell(reference.get(reason), ".2%"),
+            ]
+            for reason in before
+        ]
+        headers = ["stall", LADDER[0].name, LADDER[1].name, "change, points", FLASH]
+        blocks.append(_block(document, headers, rows, "; shares of all stalls"))
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def stall_meanings_table() -> str:
+    """What each reason means."""
+    return markdown_table(["stall", "a warp"], [[name, text] for name, text in STALL_MEANINGS.items()], text_columns=2)
+
+
+def predicted_table(rungs: Sequence[Rung] = LADDER) -> str:
+    """Wavefronts of some rungs, predicted and counted, at full size."""
+    names = [rung.name for rung in rungs]
+    blocks = []
+    for document in _documents("profile"):
+        compared = [record for record in document["records"] if "counter" in record and record["name"] in names]
+        headers, rows = compared_rows(compared)
+        blocks.append(_block(document, headers, rows, text_columns=2))
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def lines_table() -> str:
+    """The source lines of each rung that cost most wavefronts."""
+    blocks = []
+    for document in _documents("profile"):
+        headers, rows = line_rows([record for record in document["records"] if "instruction" in record])
+        blocks.append(_block(document, headers, rows, text_columns=3))
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def sampled_lines_table() -> str:
+    """The source lines of each rung at which most warps were found stalled, with their code."""
+    blocks = []
+    for document in _documents("profile"):
+        headers, rows = sampled_rows(document["records"])
+        code = {record["source"]: record["code"] for record in document["records"] if "samples" in record}
+        rows = [[*row, f"`{code[row[1]]}`".replace("|", r"\|")] for row in rows]
+        align = ["left", "left", "right", "right", "right", "right", "left"]
+        blocks.append(_block(document, [*headers, "code"], rows, align=align))
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def experiments_table(experiment: str) -> str:
+    """All variants of an experiment: ways, wavefronts, times."""
+    blocks = []
+    for document in _documents("experiments"):
+        rows = []
+        for record in document["records"]:
+            if record["experiment"] != experiment:
+                continue
+            loads, stores = ([record[op].get(key) for key in ("predicted", "measured")] for op in ("ld", "st"))
+            rows.append([
+                record["dtype"],
+                str(record["size"]),
+                record["variant"],
+                cell(record.get("ways")),
+                *(cell(value, ",") if "ways" in record else "" for value in (*loads, *stores)),
+                cell(1e3 * record["ms"], ",.2f"),
+                cell(record["gbps"], ",.0f"),
+                cell(record.get("share_of_copy"), ".2f"),
+            ])  # fmt: skip
+        headers = ["dtype", "size", "variant", "ways", "ld predicted", "ld counted", "st predicted", "st counted"]
+        headers += ["µs", "GB/s", "of the copy's"]
+        blocks.append(_block(document, headers, rows, text_columns=3))
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def claims_table() -> str:
+    """The claims of the two texts, judged by the results of each device."""
+    blocks = []
+    for evidence in Evidence.all():
+        rows = [[claim.text, claim.claim, claim.there, *claim.judged(evidence)] for claim in CLAIMS]
+        table = markdown_table(["text", "claim", "there", "here", "verdict"], rows, text_columns=5)
+        blocks.append(f"{evidence.device}.\n\n{table}")
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def _profiled(document: dict) -> list[dict]:
+    return [record for record in document["records"] if "kernels" in record]
+
+
+def _block(document: dict, headers: list[str], rows: list[list[str]], more: str = "", **options) -> str:
+    """A table under the line that says where and when its figures were measured, and of which problem."""
+    first = document["records"][0]
+    case = f"; {Case(**{key: first[key] for key in Case.__dataclass_fields__})}" if "S_q" in first else ""
+    return f"{_caption(document)}{case}{more}.\n\n{markdown_table(headers, rows, **options)}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "ladder": ladder_table,
     "timing_bf16": lambda: timing_table("timing_bf16"),
@@ -193,6 +326,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "banks": banks_table,
     "emulation": emulation_table,
     "emulation_time": emulation_time_table,
+    "counters": counters_table,
+    "stalls": stalls_table,
+    "stall_meanings": stall_meanings_table,
+    "predicted": predicted_table,
+    "swizzle_stalls": swizzle_stalls_table,
+    "swizzle_predicted": lambda: predicted_table(LADDER[:2]),
+    "lines": lines_table,
+    "sampled_lines": sampled_lines_table,
+    "transposes": lambda: experiments_table("transpose"),
+    "softmax": lambda: experiments_table("softmax"),
+    "reads": lambda: experiments_table("reads"),
+    "claims": claims_table,
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from cute_fa.emulator import TensorArg, emulate
 from perf import bank_table, results
 from perf.bank_kernels import SMEM_BYTES, address_table, compile_probe, probe_asm
-from perf.bank_table import PROBES, agrees, kernel_name, parse_ncu, prediction, records
+from perf.bank_table import PROBES, agrees, kernel_name, prediction, records
 
 RESULT_FILES = sorted(results.RESULTS.glob("*/bank_table.json"))
 
@@ -72,22 +72,6 @@ def test_the_compiled_probe_makes_the_accesses_of_its_path(probe, compiled_ptx):
 def test_no_probe_for_other_instructions(instruction):
     with pytest.raises(ValueError, match="instruction must be"):
         probe_asm(instruction)
-
-
-def test_ncu_csv_is_read_past_units_and_other_lines():
-    text = (
-        "==PROF== Connected to process 1\n"
-        '"ID","Kernel Name","counter.sum"\n'
-        '"","",""\n'
-        '"1","bank_b_0","1,024"\n'
-        '"0","bank_a_0","8"\n'
-        "==PROF== Disconnected\n"
-    )
-    assert [(row["Kernel Name"], row["counter.sum"]) for row in parse_ncu(text)] == [
-        ("bank_a_0", "8"),
-        ("bank_b_0", "1,024"),
-    ]
-    assert parse_ncu("==ERROR== ERR_NVGPUCTRPERM") == []
 
 
 def test_records_hold_both_numbers_and_tell_a_difference():

@@ -11,6 +11,7 @@ from perf import emulation
 from perf.__main__ import main as perf_main
 from perf.cases import Case
 from perf.emulation import CASES, COUNTERS
+from perf.ncu import NcuError
 from perf.results import RESULTS, slug
 
 KERNELS = emulation.emulated_rungs()
@@ -21,22 +22,25 @@ def test_launches_that_ncu_did_not_see_are_an_error(tmp_path):
     fake = tmp_path / "ncu"
     fake.write_text("#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM'\nexit 1\n")
     fake.chmod(0o755)
-    with pytest.raises(RuntimeError, match=r"exit 1\) saw 0 launches, not the 16:(?s:.*)ERR_NVGPUCTRPERM"):
-        emulation.run_ncu(str(fake))
+    with pytest.raises(NcuError, match=r"status 1\n(?s:.*)run the command as root(?s:.*)ERR_NVGPUCTRPERM"):
+        emulation.count_all(str(fake))
 
 
 def test_counters_are_taken_in_the_order_of_the_launches(tmp_path):
     columns = ",".join(f'"{counter}"' for counter in COUNTERS)
     names = [name for _ in CASES for name in KERNELS]
-    rows = [f'"{i}","cute_fa_{name}_0","1,{i:03}","32","8.0","4096"' for i, name in enumerate(names)]
+    # Each call launches two kernels and a mark.
+    launches = [(f"cute_fa_{name}_0", f"cute_fa_{name}_1", "spin_kernel") for name in names]
+    kernels = [(i, kernel) for i, call in enumerate(launches) for kernel in call]
+    rows = [f'"{n}","{kernel}","1,{i:03}","32","8.0","4096"' for n, (i, kernel) in enumerate(kernels)]
     text = "\n".join(["==PROF==", f'"ID","Kernel Name",{columns}', '"","","","","",""', *rows])
     fake = tmp_path / "ncu"
     fake.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
     fake.chmod(0o755)
     ldsm, st, ld, ldgsts = COUNTERS
-    counted = emulation.run_ncu(str(fake))
-    assert [c[ldsm] for c in counted] == [1000 + i for i in range(16)]
-    assert counted[3] == {ldsm: 1003, st: 32, ld: 8, ldgsts: 4096}
+    counted = emulation.count_all(str(fake))
+    assert [c[ldsm] for c in counted] == [2 * (1000 + i) for i in range(len(names))]
+    assert counted[3] == {ldsm: 2006, st: 64, ld: 16, ldgsts: 8192}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -81,12 +85,13 @@ def test_comparison_with_a_gpu_that_is_stood_in_for(off_by, monkeypatch, capsys)
         found[1][next(iter(COUNTERS))] += off_by
         return found
 
-    monkeypatch.setattr(emulation, "run_ncu", counted)
+    monkeypatch.setattr(emulation, "count_all", counted)
     records = emulation.compare_with_gpu("ncu")
-    assert len(records) == 2 * (1 + len(COUNTERS))
+    assert len(records) == len(KERNELS) * (1 + len(COUNTERS))
     outputs = [r for r in records if r["path"] == "o"]
     assert all(r["equal"] == 1 and r["max_ulp"] == 0 and r["lse_error"] == 0 for r in outputs)
-    assert emulation.differing(records) == records[-4 : -4 + off_by]
+    second = len(KERNELS) + len(COUNTERS)  # the first counter of the second kernel
+    assert emulation.differing(records) == records[second : second + off_by]
     emulation.print_tables(records)
     assert ("+1" in capsys.readouterr().out) == bool(off_by)
 
