@@ -52,3 +52,17 @@ class PipelinedConfig(KernelConfig):
         parts += ["Q in registers"] if self.q_in_registers else []
         parts += ["lazy rescale"] if self.lazy_rescale else []
         return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class SplitConfig(KernelConfig):
+    """What the kernels for short queries choose besides; ``tile_n`` is one warp's, not the CTA's.
+
+    Args:
+        num_stages: tiles of K, and of V, in each warp's ring.
+    """
+
+    num_stages: int
+
+    def __str__(self):
+        return f"{super().__str__()}, {self.ctas_per_sm} CTAs an SM, {self.num_stages} stages a warp"

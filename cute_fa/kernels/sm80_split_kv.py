@@ -1,0 +1,395 @@
+"""Short queries over many keys (decoding): the keys are split over warps, CTAs and the whole card.
+
+Such a problem is bound by reading K and V once. One CTA computes one tile of 16 packed rows, a row being a
+(query position, head) pair of the heads that share one head of K and V, over its part of the keys. Each warp
+walks its own tiles of those keys through its own ring in shared memory and waits for no other warp:
+
+    load Q                               and keep all 16 rows in registers
+    for each tile of keys of this warp:
+        start the loads of a later tile  cp.async, num_stages - 1 ahead
+        acc_S  = Q K^T
+        P      = softmax(acc_S)          its own running maximum
+        acc_O += P V
+    merge the warps                      through shared memory
+    store O, or with several splits this split's O and log-sum-exp in fp32
+
+A second kernel merges the splits: o = sum_i 2^(lse_i - lse) o_i (Flash-Decoding; Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+
+from cute_fa.config import SplitConfig
+from cute_fa.device.copies import COPY_BITS, copy_rows, make_gmem_tiled_copies, row_tile
+from cute_fa.device.mask import key_limits, mask_scores, rows_of
+from cute_fa.device.mma import (
+    SmemOperand,
+    acc_as_operand_a,
+    acc_as_rows,
+    gemm_rs,
+    make_ldmatrix_atom,
+    make_tiled_mma,
+)
+from cute_fa.device.softmax import LN_2, LOG2_E, NO_KEY, OnlineSoftmax, quad_reduce, thread_row_max
+from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, tile_bytes
+from layouts.cute_adapter import to_cute
+
+WARP = 32
+ROWS = 16  # of a tile of queries: one m16n8k16 high
+MERGE_PAD = 8  # floats behind each row of the warps' O: 8-byte stores of a quarter-warp then meet all banks
+COMBINE_THREADS = 128
+MIN_TILES = 2  # of keys for each warp of a split
+
+
+def gmem_vector(tensor: cute.Tensor, offset, size: int) -> cute.Tensor:
+    """``size`` contiguous elements at an offset (in elements, 64 bits), told to be aligned as vectors are."""
+    address = (tensor.iterator + offset).toint()
+    align = min(COPY_BITS // 8, size * tensor.element_type.width // 8)
+    pointer = cute.make_ptr(tensor.element_type, address, tensor.iterator.memspace, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(size))
+
+
+def vector_copy(src: cute.Tensor, dst: cute.Tensor):
+    """Copies a few contiguous elements at once."""
+    bits = cute.size(src) * src.element_type.width
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), src.element_type, num_bits_per_copy=bits)
+    cute.copy(atom, src, dst)
+
+
+class Sm80SplitKV:
+    """The kernel for one static problem and one configuration."""
+
+    @staticmethod
+    def smem_bytes(head_dim: int, config: SplitConfig) -> int:
+        """Shared memory of a CTA in bytes: the warps' rings, where their O are merged later; Q; maxima and sums."""
+        num_warps = config.num_threads // WARP
+        rings = 2 * tile_bytes(config, config.tile_n, head_dim, config.num_stages * num_warps)
+        merged = num_warps * ROWS * (head_dim + MERGE_PAD) * 4
+        statistics = 2 * num_warps * ROWS * 4
+        return max(rings, merged) + tile_bytes(config, ROWS, head_dim) + statistics
+
+    @staticmethod
+    def check(head_dim: int, config: SplitConfig, arch: str) -> None:
+        """Raises ValueError if the kernel can't be built with this configuration."""
+        if not isinstance(config, SplitConfig):
+            raise ValueError(f"config must be a SplitConfig, got {type(config).__name__}")
+        if config.tile_m != ROWS:
+            raise ValueError(f"tile_m must be {ROWS}, got {config.tile_m}")
+        if config.tile_n % 16:
+            raise ValueError(f"tile_n must be a multiple of 16, got {config.tile_n}")
+        if config.num_stages < 2:
+            raise ValueError(f"num_stages must be at least 2, got {config.num_stages}")
+        require_tiles(config, head_dim)
+        require_smem(Sm80SplitKV.smem_bytes(head_dim, config), config, head_dim, arch)
+
+    @staticmethod
+    def num_splits(config: SplitConfig, num_ctas: int, seqlen_k: int, num_sms: int) -> int:
+        """Into how many parts the keys are split.
+
+        The fewest that fill the card nearly as evenly as possible (85 %, as in flash-attention's
+        num_splits_heuristic), each with at least ``MIN_TILES`` tiles a warp.
+
+        Args:
+            num_ctas: CTAs without a split.
+            num_sms: streaming multiprocessors of the card.
+        """
+        slots = num_sms * config.ctas_per_sm
+        keys = config.tile_n * config.num_threads // WARP * MIN_TILES
+        most = max(1, min(slots // num_ctas if num_ctas <= slots else 4, -(-seqlen_k // keys)))
+
+        def evenness(splits: int) -> float:
+            waves = num_ctas * splits / slots
+            return waves / -(-num_ctas * splits // slots)
+
+        best = max(evenness(splits) for splits in range(1, most + 1))
+        return next(splits for splits in range(1, most + 1) if evenness(splits) >= 0.85 * best)
+
+    def __init__(self, head_dim: int, causal: bool, config: SplitConfig):
+        self.head_dim = head_dim
+        self.causal = causal
+        self.config = config
+        self.num_warps = config.num_threads // WARP
+        self.layout_Q = config.layout.on(ROWS, head_dim)
+        self.layout_KV = config.layout.on(config.tile_n, head_dim)
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor | None,
+        softmax_scale: cutlass.Float32,
+        workspace: cute.Tensor,
+        num_splits: cutlass.Int32,
+        stream,
+    ):
+        """Launches the kernels: Q, O (B, S_q, H, D); K, V (B, S_k, H_kv, D); LSE (B, H, S_q) or None.
+
+        workspace: with several splits, num_splits * B * H * S_q * (D + 1) floats.
+        """
+        batch, seqlen_q, num_heads, _ = mQ.shape
+        num_heads_kv = mK.shape[2]
+        num_m_blocks = cute.ceil_div(seqlen_q * (num_heads // num_heads_kv), ROWS)
+        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E, workspace, num_splits).launch(
+            grid=(num_m_blocks * num_splits * num_heads_kv * batch, 1, 1),
+            block=(self.config.num_threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=self.config.ctas_per_sm,
+            preferred_smem_carveout=100,  # per cent: all of L1 that can be shared memory
+        )
+        if num_splits > 1:
+            self.combine(mO, mLSE, workspace, num_splits).launch(
+                grid=(batch * num_heads * seqlen_q, 1, 1), block=(COMBINE_THREADS, 1, 1), stream=stream
+            )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor | None,
+        scale_log2: cutlass.Float32,
+        workspace: cute.Tensor,
+        num_splits: cutlass.Int32,
+    ):
+        tile_n, head_dim, stages, num_warps = self.config.tile_n, self.head_dim, self.config.num_stages, self.num_warps
+        dtype = mQ.element_type
+        num_rows_all, seqlen_q, num_heads = mQ.shape[0] * mQ.shape[1] * mQ.shape[2], mQ.shape[1], mQ.shape[2]
+        seqlen_k, num_heads_kv = mK.shape[1], mK.shape[2]
+        group = num_heads // num_heads_kv
+        tidx, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
+        cta, _, _ = cute.arch.block_idx()
+        num_m_blocks = cute.ceil_div(seqlen_q * group, ROWS)
+        first_row = cta % num_m_blocks * ROWS
+        split = cta // num_m_blocks % num_splits
+        head_kv = cta // num_m_blocks // num_splits % num_heads_kv
+        batch = cta // num_m_blocks // num_splits // num_heads_kv
+        rows_left = seqlen_q * group - first_row
+
+        # Shared memory: Q (16, D), and for each warp num_stages tiles of K and of V (tile_n, D).
+        smem = cutlass.memory.SmemAllocator()
+        rings = to_cute(self.layout_KV, stages * num_warps)
+        sK = smem.allocate_tensor(dtype, rings, byte_alignment=SMEM_ALIGNMENT)
+        sV = smem.allocate_tensor(dtype, rings, byte_alignment=SMEM_ALIGNMENT)
+        sQ = smem.allocate_tensor(dtype, to_cute(self.layout_Q), byte_alignment=SMEM_ALIGNMENT)
+        statistics = cute.make_layout((ROWS, num_warps))
+        sRef = smem.allocate_tensor(cutlass.Float32, statistics, byte_alignment=16)
+        sSum = smem.allocate_tensor(cutlass.Float32, statistics, byte_alignment=16)
+        transposed = cute.make_layout((head_dim, tile_n, stages * num_warps), stride=(tile_n, 1, tile_n * head_dim))
+        sVt = cute.composition(sV, transposed)
+
+        # Products and loads of one warp.
+        tiled_mma = make_tiled_mma(dtype, 1)
+        thr_mma = tiled_mma.get_slice(lane)
+        ldmatrix, ldmatrix_trans = make_ldmatrix_atom(dtype, False), make_ldmatrix_atom(dtype, True)
+        tSrQ = SmemOperand(ldmatrix, tiled_mma, "A", sQ, lane)
+        tSrK = SmemOperand(ldmatrix, tiled_mma, "B", sK, lane)
+        tOrVt = SmemOperand(ldmatrix_trans, tiled_mma, "B", sVt, lane)
+        acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((ROWS, head_dim)), cutlass.Float32)
+        acc_O.fill(0.0)
+        cS = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((ROWS, tile_n))))
+        softmax = OnlineSoftmax.start(cute.size(cS, mode=[0]), scale_log2)
+        warp_copy, _ = make_gmem_tiled_copies(dtype, head_dim, WARP)
+        thr_load = warp_copy.get_slice(lane)
+        tKsK, tVsV = thr_load.partition_D(sK), thr_load.partition_D(sV)
+        tKcK = thr_load.partition_S(cute.make_identity_tensor((tile_n, head_dim)))
+        mK, mV = mK[batch, None, head_kv, None], mV[batch, None, head_kv, None]
+
+        # This split's tiles are [first_tile, end_tile); this warp takes every num_warps-th of them.
+        num_tiles = cute.ceil_div(seqlen_k, tile_n)
+        tiles_of_split = cute.ceil_div(num_tiles, num_splits)
+        first_tile = split * tiles_of_split + warp
+        end_tile = cutlass.min(num_tiles, (split + 1) * tiles_of_split)
+
+        self.load_queries(mQ, sQ, batch, head_kv, group, first_row, rows_left, tidx)
+        cute.arch.cp_async_commit_group()
+        for ahead in cutlass.range_constexpr(stages - 1):
+            tile = first_tile + ahead * num_warps
+            keys_left = cutlass.min(seqlen_k, end_tile * tile_n) - tile * tile_n
+            source_K, source_V = row_tile(mK, tile * tile_n, tile_n), row_tile(mV, tile * tile_n, tile_n)
+            slot = ahead * num_warps + warp
+            copy_rows(warp_copy, thr_load.partition_S(source_K), tKsK[None, None, None, slot], tKcK, keys_left)
+            copy_rows(warp_copy, thr_load.partition_S(source_V), tVsV[None, None, None, slot], tKcK, keys_left)
+            cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(stages - 1)
+        cute.arch.sync_threads()
+        tSrQ.load_all()
+
+        # Row r is query (first_row + r) // group; it sees keys up to its position + seqlen_k - seqlen_q.
+        positions = rows_of(cS)
+        for r in cutlass.range_constexpr(cute.size(positions)):
+            positions[r] = (first_row + positions[r]) // group
+        num_steps = cutlass.max(0, cute.ceil_div(end_tile - first_tile, num_warps))
+        for step in cutlass.range(num_steps, unroll=1):
+            tile = first_tile + step * num_warps
+            cute.arch.cp_async_wait_group(stages - 2)
+            cute.arch.sync_warp()  # this tile is here, and no lane reads the one before any more
+            later = tile + (stages - 1) * num_warps
+            keys_left = cutlass.min(seqlen_k, end_tile * tile_n) - later * tile_n
+            source_K, source_V = row_tile(mK, later * tile_n, tile_n), row_tile(mV, later * tile_n, tile_n)
+            slot = (step + stages - 1) % stages * num_warps + warp
+            copy_rows(warp_copy, thr_load.partition_S(source_K), tKsK[None, None, None, slot], tKcK, keys_left)
+            copy_rows(warp_copy, thr_load.partition_S(source_V), tVsV[None, None, None, slot], tKcK, keys_left)
+            cute.arch.cp_async_commit_group()
+
+            slot = step % stages * num_warps + warp
+            acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((ROWS, tile_n)), cutlass.Float32)
+            acc_S.fill(0.0)
+            gemm_rs(tiled_mma, acc_S, tSrQ.fragment, tSrK, slot)
+            keys_left = seqlen_k - tile * tile_n
+            diagonal = seqlen_k - seqlen_q - tile * tile_n
+            needs_mask = keys_left < tile_n
+            if cutlass.const_expr(self.causal):
+                needs_mask = needs_mask or diagonal < tile_n - 1
+            if needs_mask:
+                mask_scores(acc_as_rows(acc_S), cS, key_limits(positions, keys_left, diagonal, self.causal))
+            softmax.rescale(thread_row_max(acc_S), acc_O)
+            softmax.exponentiate(acc_S)
+            gemm_rs(tiled_mma, acc_O, acc_as_operand_a(acc_S, dtype), tOrVt, slot)
+        cute.arch.cp_async_wait_group(0)
+
+        # The warps merge: each scales its O to the largest reference of all and to the sum of all.
+        rows = rows_of(cS)
+        for r in cutlass.range_constexpr(cute.size(rows)):
+            softmax.row_sum[r] = quad_reduce(softmax.row_sum[r], lambda x, y: x + y)
+            if lane % 4 == 0:
+                sRef[rows[r], warp] = softmax.row_ref[r]
+                sSum[rows[r], warp] = softmax.row_sum[r]
+        cute.arch.sync_threads()  # which also ends the use of the rings
+        output = acc_as_rows(acc_O)
+        for r in cutlass.range_constexpr(cute.size(rows)):
+            row_ref, row_sum = sRef[rows[r], 0], cutlass.Float32(0.0)
+            for w in cutlass.range_constexpr(1, num_warps):
+                row_ref = cute.arch.fmax(row_ref, sRef[rows[r], w])
+            for w in cutlass.range_constexpr(num_warps):
+                row_sum = row_sum + sSum[rows[r], w] * cute.math.exp2(sRef[rows[r], w] - row_ref, fastmath=True)
+            inverse = 0.0 if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
+            factor = cute.math.exp2(softmax.row_ref[r] - row_ref, fastmath=True) * inverse
+            output[r, None] = output[r, None].load() * factor
+            if warp == 0 and lane % 4 == 0 and rows[r] < rows_left:
+                lse = row_ref + cute.math.log2(row_sum, fastmath=True)
+                position, head = positions[r], head_kv * group + (first_row + rows[r]) % group
+                if num_splits > 1:
+                    row = (batch * num_heads + head) * seqlen_q + position
+                    workspace[num_splits * num_rows_all * head_dim + split * num_rows_all + row] = lse
+                elif cutlass.const_expr(mLSE is not None):
+                    mLSE[batch, head, position] = lse * LN_2
+        sO = cute.make_tensor(
+            cute.recast_ptr(sK.iterator, dtype=cutlass.Float32),
+            cute.make_layout((ROWS, head_dim, num_warps), stride=(head_dim + MERGE_PAD, 1, ROWS * (head_dim + MERGE_PAD))),
+        )
+        cO = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((ROWS, head_dim))))
+        for r in cutlass.range_constexpr(cute.size(rows)):
+            for c in cutlass.range_constexpr(cute.size(cO, mode=[1])):
+                sO[rows[r], cO[r, c][1], warp] = output[r, c]
+        cute.arch.sync_threads()
+        self.store_rows(mO, sO, workspace, num_splits, split, batch, head_kv, group, first_row, rows_left, tidx)
+
+    @cute.jit
+    def load_queries(self, mQ, sQ, batch, head_kv, group, first_row, rows_left, tidx):
+        """Starts the loads of the packed rows of Q, zeros behind the last; all threads of the CTA take part."""
+        load_copy, _ = make_gmem_tiled_copies(mQ.element_type, self.head_dim, self.config.num_threads)
+        thr_load = load_copy.get_slice(tidx)
+        tQsQ = thr_load.partition_D(sQ)
+        tQcQ = thr_load.partition_S(cute.make_identity_tensor((ROWS, self.head_dim)))
+        for m in cutlass.range_constexpr(cute.size(tQcQ, mode=[1])):
+            row = tQcQ[0, m, 0][0]
+            if row < ROWS:  # with many threads some have no row
+                packed = cutlass.min(row, rows_left - 1) + first_row
+                query = mQ[batch, packed // group, head_kv * group + packed % group, None]
+                for k in cutlass.range_constexpr(cute.size(tQcQ, mode=[2])):
+                    vector = gmem_vector(query, tQcQ[0, m, k][1], cute.size(tQcQ, mode=[0]))
+                    pred = cute.make_rmem_tensor(1, cutlass.Boolean)
+                    pred[0] = row < rows_left
+                    source = cute.make_tensor(vector.iterator, cute.make_layout(tQsQ[None, m, k].shape))
+                    cute.copy(load_copy, source, tQsQ[None, m, k], pred=pred)
+
+    @cute.jit
+    def store_rows(
+        self, mO, sO, workspace, num_splits, split, batch, head_kv, group, first_row, rows_left, tidx
+    ):
+        """Adds the warps' O up and stores it, 4 columns a thread: rounded, or as this split's part in fp32."""
+        threads_per_row = self.head_dim // 4
+        col = tidx % threads_per_row * 4
+        num_heads, seqlen_q = mO.shape[2], mO.shape[1]
+        num_rows_all = mO.shape[0] * num_heads * seqlen_q
+        rows_at_once = self.config.num_threads // threads_per_row
+        for i in cutlass.range_constexpr(ROWS // rows_at_once):
+            row = tidx // threads_per_row + i * rows_at_once
+            if row < rows_left:
+                total = cute.make_rmem_tensor(4, cutlass.Float32)
+                total.fill(0.0)
+                for w in cutlass.range_constexpr(self.num_warps):
+                    part = cute.make_rmem_tensor(4, cutlass.Float32)
+                    offset = row * (self.head_dim + MERGE_PAD) + col + w * ROWS * (self.head_dim + MERGE_PAD)
+                    vector_copy(cute.make_tensor((sO.iterator + offset).align(16), cute.make_layout(4)), part)
+                    total.store(total.load() + part.load())
+                position, head = (first_row + row) // group, head_kv * group + (first_row + row) % group
+                if num_splits > 1:
+                    target_row = cutlass.Int64(split) * num_rows_all + (batch * num_heads + head) * seqlen_q + position
+                    vector_copy(total, gmem_vector(workspace, target_row * self.head_dim + col, 4))
+                else:
+                    rounded = cute.make_rmem_tensor(4, mO.element_type)
+                    rounded.store(total.load().to(mO.element_type))
+                    vector_copy(rounded, gmem_vector(mO[batch, position, head, None], col, 4))
+
+    @cute.kernel
+    def combine(self, mO: cute.Tensor, mLSE: cute.Tensor | None, workspace: cute.Tensor, num_splits: cutlass.Int32):
+        """Merges the splits of one row: o = sum_i 2^(lse_i - lse) o_i, lse = log2 sum_i 2^lse_i."""
+        tidx, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
+        lane = tidx % WARP
+        head_dim = self.head_dim
+        seqlen_q, num_heads = mO.shape[1], mO.shape[2]
+        num_rows_all = mO.shape[0] * num_heads * seqlen_q
+        position, head, batch = row % seqlen_q, row // seqlen_q % num_heads, row // seqlen_q // num_heads
+        first_lse = cutlass.Int64(num_splits) * num_rows_all * head_dim + row
+
+        threads_per_row = head_dim // 4
+        num_groups = COMBINE_THREADS // threads_per_row
+        smem = cutlass.memory.SmemAllocator()
+        sPart = smem.allocate_tensor(cutlass.Float32, cute.make_layout((head_dim, num_groups)), byte_alignment=16)
+
+        # Each warp finds the reference and the sum for itself.
+        row_ref = cutlass.Float32(NO_KEY)
+        for i in cutlass.range(lane, num_splits, WARP, unroll=1):
+            row_ref = cute.arch.fmax(row_ref, workspace[first_lse + cutlass.Int64(i) * num_rows_all])
+        row_ref = cute.arch.warp_reduction(row_ref, cute.arch.fmax)
+        row_sum = cutlass.Float32(0.0)
+        for i in cutlass.range(lane, num_splits, WARP, unroll=1):
+            lse = workspace[first_lse + cutlass.Int64(i) * num_rows_all]
+            row_sum = row_sum + cute.math.exp2(lse - row_ref, fastmath=True)
+        row_sum = cute.arch.warp_reduction(row_sum, lambda x, y: x + y)
+        inverse = 0.0 if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
+
+        col, first = tidx % threads_per_row * 4, tidx // threads_per_row
+        total = cute.make_rmem_tensor(4, cutlass.Float32)
+        total.fill(0.0)
+        for i in cutlass.range(first, num_splits, num_groups, unroll=4):
+            index = cutlass.Int64(i) * num_rows_all
+            weight = cute.math.exp2(workspace[first_lse + index] - row_ref, fastmath=True) * inverse
+            part = cute.make_rmem_tensor(4, cutlass.Float32)
+            vector_copy(gmem_vector(workspace, (index + row) * head_dim + col, 4), part)
+            total.store(total.load() + part.load() * weight)
+        vector_copy(total, cute.make_tensor((sPart.iterator + first * head_dim + col).align(16), cute.make_layout(4)))
+        cute.arch.sync_threads()
+        if first == 0:
+            for g in cutlass.range_constexpr(1, num_groups):
+                part = cute.make_rmem_tensor(4, cutlass.Float32)
+                vector_copy(
+                    cute.make_tensor((sPart.iterator + g * head_dim + col).align(16), cute.make_layout(4)), part
+                )
+                total.store(total.load() + part.load())
+            rounded = cute.make_rmem_tensor(4, mO.element_type)
+            rounded.store(total.load().to(mO.element_type))
+            vector_copy(rounded, gmem_vector(mO[batch, position, head, None], col, 4))
+            if cutlass.const_expr(mLSE is not None):
+                if tidx == 0:
+                    mLSE[batch, head, position] = (row_ref + cute.math.log2(row_sum, fastmath=True)) * LN_2
