@@ -203,9 +203,7 @@ def select(
         config = rung.config_for(problem.head_dim, layout)
         try:
             rung.kernel.check(problem.head_dim, config, arch)
-        except ValueError:
-            if rung is rungs[-1]:
-                raise
-        else:
             return rung, config
-    raise AssertionError("unreachable: the last rung is returned or its error raised")
+        except ValueError as error:
+            refusal = error
+    raise refusal

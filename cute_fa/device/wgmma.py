@@ -17,9 +17,7 @@ THREADS = 128  # threads of a warpgroup
 def make_scores_mma(dtype, tile_n: int) -> cute.TiledMma:
     """S (64, tile_n) = Q K^T: both operands from shared memory, head dimension contiguous."""
     source, major = warpgroup.OperandSource.SMEM, OperandMajorMode.K
-    return cute.make_tiled_mma(
-        warpgroup.MmaF16BF16Op(dtype, cutlass.Float32, (ROWS, tile_n, 16), source, major, major)
-    )
+    return cute.make_tiled_mma(warpgroup.MmaF16BF16Op(dtype, cutlass.Float32, (ROWS, tile_n, 16), source, major, major))
 
 
 def make_output_mma(dtype, head_dim: int) -> cute.TiledMma:

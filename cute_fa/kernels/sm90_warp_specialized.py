@@ -165,8 +165,8 @@ class Sm90WarpSpecialized:
         needed, limit = cls.smem_bytes(head_dim, config), get_arch(arch).smem_per_cta
         if needed > limit:
             raise ValueError(
-                f"tiles of {config.tile_m} and {config.tile_n} rows in {config.num_stages} stages take {needed} bytes of "
-                f"shared memory at head dimension {head_dim}; {arch} allows {limit}"
+                f"tiles of {config.tile_m} and {config.tile_n} rows in {config.num_stages} stages take {needed} bytes "
+                f"of shared memory at head dimension {head_dim}; {arch} allows {limit}"
             )
 
     def __init__(self, head_dim: int, causal: bool, config: Sm90Config):
@@ -307,9 +307,7 @@ class Sm90WarpSpecialized:
             gV = cute.local_tile(mV[None, None, tile.head // group, tile.batch], self.layout_KV.tile, (None, 0))
             last = tile.num_n_blocks - 1
             for i in cutlass.range_constexpr(self.num_consumers):
-                load_tile(
-                    tma_Q, gQ, tile.m_block * self.num_consumers + i, sQ, ring_Q, number * self.num_consumers + i
-                )
+                load_tile(tma_Q, gQ, tile.m_block * self.num_consumers + i, sQ, ring_Q, number * self.num_consumers + i)
                 if cutlass.const_expr(i == 0):
                     load_tile(tma_K, gK, last, sK, ring_K, first)
             for i in cutlass.range(1, tile.num_n_blocks, unroll=1):
@@ -366,9 +364,7 @@ class Sm90WarpSpecialized:
     def mask(self, consumer: Consumer, acc_S: cute.Tensor, tile: Tile, seqlen_k, i):
         """Masks block ``i`` of the tile, counted from its last."""
         first_key = (tile.num_n_blocks - 1 - i) * self.config.tile_n
-        mask_scores(
-            wgmma.acc_as_rows(acc_S), consumer.cS, seqlen_k - first_key, tile.diagonal - first_key, self.causal
-        )
+        mask_scores(wgmma.acc_as_rows(acc_S), consumer.cS, seqlen_k - first_key, tile.diagonal - first_key, self.causal)
 
     @cute.jit
     def consume(self, consumer: Consumer, output, schedule: TileSchedule, shape_Q, seqlen_k):
@@ -415,12 +411,11 @@ class Sm90WarpSpecialized:
         rows = tile.m_block * self.num_consumers + consumer.index
         barrier = GROUP_BARRIER + consumer.index
         lse = softmax.finish(consumer.acc_O)
-        if cutlass.const_expr(mLSE is not None):
-            if consumer.cS[0, 0][1] == 0:  # one lane of each quad
-                for r in cutlass.range_constexpr(2):
-                    row = rows * wgmma.ROWS + consumer.cS[r, 0][0]
-                    if row < seqlen_q:
-                        mLSE[tile.batch, tile.head, row] = lse[r]
+        if cutlass.const_expr(mLSE is not None) and consumer.cS[0, 0][1] == 0:  # one lane of each quad
+            for r in cutlass.range_constexpr(2):
+                row = rows * wgmma.ROWS + consumer.cS[r, 0][0]
+                if row < seqlen_q:
+                    mLSE[tile.batch, tile.head, row] = lse[r]
         # All four warps have read Q, where O is to go, or the previous O has left.
         is_storing_warp = cute.arch.make_warp_uniform(consumer.tidx // 32) == 0
         if is_storing_warp:
