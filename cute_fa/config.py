@@ -66,3 +66,32 @@ class SplitConfig(KernelConfig):
 
     def __str__(self):
         return f"{super().__str__()}, {self.ctas_per_sm} CTAs an SM, {self.num_stages} stages a warp"
+
+
+class Sm90Config:
+    """The choices that a kernel for Hopper is compiled with.
+
+    Args:
+        tile_m: query rows of a CTA, 64 for each consumer warpgroup: 64, 128 or 192.
+        tile_n: key and value rows of one iteration.
+        num_stages: tiles of K, and of V, that shared memory holds.
+        layout: where the elements of the Q, K, V and O tiles lie in shared memory.
+        max_ctas: the most CTAs that are launched; each takes several tiles then. One CTA a tile when None.
+        try_first: exponentiate scores before their maximum is known; see ``device/lazy_softmax.py``.
+    """
+
+    tile_m: int
+    tile_n: int
+    num_stages: int
+    layout: SmemLayout
+    max_ctas: int | None = None
+    try_first: bool = False
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a CTA: a warpgroup for each 64 query rows, and the producer's."""
+        return 2 * self.tile_m + 128
+
+    def __str__(self):
+        ctas = f", {self.max_ctas} CTAs" if self.max_ctas else ""
+        return f"{self.tile_m}x{self.tile_n}, {self.num_stages} stages{ctas}, {self.layout.name}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cute_fa.arch import get_arch
-from cute_fa.config import KernelConfig, PipelinedConfig
+from cute_fa.config import KernelConfig, PipelinedConfig, Sm90Config
 from cute_fa.kernels.sm80_pipelined import Sm80Pipelined
 from cute_fa.kernels.sm80_serial import Sm80Serial
+from cute_fa.kernels.sm90_warp_specialized import Sm90Overlapped, Sm90WarpSpecialized
 from cute_fa.problem import AttentionProblem
 from layouts import CATALOG, PLAIN, SWIZZLE_333, SmemLayout
 
@@ -22,17 +23,27 @@ class Rung:
         config: what it is compiled with, unless the caller brings a layout.
         min_arch: lowest compute capability that runs it, as (major, minor).
         changed: what this rung changes against the one before, and what should follow.
+        max_arch: highest compute capability that runs it; None if every later one does.
+        by_head_dim: pairs of a head dimension and the configuration that takes the place of ``config`` there.
     """
 
     name: str
     kernel: type
-    config: KernelConfig
+    config: KernelConfig | Sm90Config
     min_arch: tuple[int, int]
     changed: str
+    max_arch: tuple[int, int] | None = None
+    by_head_dim: tuple[tuple[int, KernelConfig | Sm90Config], ...] = ()
 
     def runs_on(self, arch: str) -> bool:
         """Whether an architecture ("sm_80", "sm_90a") has what the kernel uses."""
-        return get_arch(arch).capability >= self.min_arch
+        capability = get_arch(arch).capability
+        return self.min_arch <= capability and (self.max_arch is None or capability <= self.max_arch)
+
+    def config_for(self, head_dim: int, layout: SmemLayout | None = None) -> KernelConfig | Sm90Config:
+        """The configuration at a head dimension, with the caller's layout if there is one."""
+        config = dict(self.by_head_dim).get(head_dim, self.config)
+        return config if layout is None else replace(config, layout=layout)
 
 
 _SERIAL = KernelConfig(tile_m=64, tile_n=64, num_threads=128, ctas_per_sm=3, layout=PLAIN)
@@ -48,6 +59,12 @@ _PIPELINED = PipelinedConfig(
     lazy_rescale=False,
 )
 _TALL = replace(_PIPELINED, tile_m=128, q_in_registers=False)
+
+# wgmma exists on compute capability 9.x alone.
+_HOPPER = {"min_arch": (9, 0), "max_arch": (9, 9)}
+_SM90 = Sm90Config(tile_m=128, tile_n=128, num_stages=2, layout=SWIZZLE_333)
+_SM90_TRYING = replace(_SM90, try_first=True)
+_SM90_PERSISTENT = replace(_SM90_TRYING, max_ctas=132)  # the SMs of an H100 SXM and of an H200
 
 LADDER: tuple[Rung, ...] = (
     Rung(
@@ -87,6 +104,42 @@ LADDER: tuple[Rung, ...] = (
         min_arch=(8, 0),
         changed="Lazy.",
     ),
+    Rung(
+        name="kernel6",
+        kernel=Sm90WarpSpecialized,
+        config=_SM90,
+        changed="Hopper: TMA loads by a warp of its own, wgmma with P in registers, O stored by TMA. The layout is "
+        "the hardware's 128-byte swizzle.",
+        **_HOPPER,
+    ),
+    Rung(
+        name="kernel7",
+        kernel=Sm90Overlapped,
+        config=_SM90,
+        changed="The next block's scores are issued with this block's output, and two warpgroups take turns at the "
+        "tensor cores: softmax runs beside them.",
+        **_HOPPER,
+    ),
+    Rung(
+        name="kernel8",
+        kernel=Sm90Overlapped,
+        config=_SM90_TRYING,
+        changed="Exponentials before the maximum: the sum of a block shows whether one was needed. A fifth fewer "
+        "instructions a score, none of them between the scores and their exponentials.",
+        **_HOPPER,
+    ),
+    Rung(
+        name="kernel9",
+        kernel=Sm90Overlapped,
+        config=_SM90_PERSISTENT,
+        by_head_dim=(
+            (64, replace(_SM90_PERSISTENT, tile_m=192, num_stages=3)),
+            (256, replace(_SM90_PERSISTENT, tile_n=80)),
+        ),
+        changed="One CTA an SM takes tile after tile, long and short ones balanced, and begins the next before it has "
+        "stored the last. Tiles by head dimension.",
+        **_HOPPER,
+    ),
 )
 
 KERNELS: dict[str, Rung] = {rung.name: rung for rung in LADDER}
@@ -112,7 +165,7 @@ def resolve_layout(layout: str | SmemLayout) -> SmemLayout:
 
 
 def resolve_kernel(kernel: str, arch: str) -> Rung:
-    """A rung by its name; "auto" is the highest one that the architecture runs.
+    """A rung by its name; "auto" is the highest one that the architecture runs (see ``select`` for which serves).
 
     Raises:
         ValueError: no rung has that name, or the architecture doesn't run it.
@@ -126,8 +179,8 @@ def resolve_kernel(kernel: str, arch: str) -> Rung:
         raise ValueError(f"kernel must be auto or one of {', '.join(KERNELS)}, got {kernel!r}")
     rung = KERNELS[kernel]
     if not rung.runs_on(arch):
-        major, minor = rung.min_arch
-        raise ValueError(f"kernel {kernel!r} needs compute capability {major}.{minor} or newer, this is {arch}")
+        needed = "{}.{} or newer".format(*rung.min_arch) if rung.max_arch is None else f"{rung.min_arch[0]}.x"
+        raise ValueError(f"kernel {kernel!r} needs compute capability {needed}, this is {arch}")
     return rung
 
 
@@ -136,10 +189,21 @@ def select(
 ) -> tuple[Rung, KernelConfig]:
     """The rung that serves a problem on an architecture ("sm_80", "sm_90a"), and its configuration.
 
+    "auto" is the highest rung that the architecture runs and that takes the head dimension and the layout.
+
     Raises:
-        ValueError, TypeError: an unknown kernel or layout, or one that the kernel can't take.
+        ValueError, TypeError: an unknown kernel or layout, or one that the kernel can't take (of "auto", the
+            lowest one, which takes most).
     """
-    rung = resolve_kernel(kernel, arch)
-    config = rung.config if layout is None else replace(rung.config, layout=resolve_layout(layout))
-    rung.kernel.check(problem.head_dim, config, arch)
-    return rung, config
+    layout = None if layout is None else resolve_layout(layout)
+    rungs = [resolve_kernel(kernel, arch)]
+    if kernel == "auto":
+        rungs = [rung for rung in reversed(LADDER) if rung.runs_on(arch)]
+    for rung in rungs:
+        config = rung.config_for(problem.head_dim, layout)
+        try:
+            rung.kernel.check(problem.head_dim, config, arch)
+            return rung, config
+        except ValueError as error:
+            refusal = error
+    raise refusal

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from layouts.smem_layout import IDENTITY, TileLayout
+from layouts.smem_layout import IDENTITY, SmemLayout, Swizzle, TileLayout
 
 
 def listed(noun: str, values: Sequence[int]) -> str:
@@ -168,3 +168,37 @@ def require_foldable_swizzle(tile: TileLayout, rows: int = 8) -> None:
             f"{expected[row]}; a kernel's swizzle may depend on the row modulo {rows} alone (put it on an atom of "
             f"{rows} rows, or let the shift follow the length of a row)"
         )
+
+
+HARDWARE_LAYOUTS = (
+    SmemLayout("128-byte swizzle", (8, 64), (64, 1), Swizzle(3, 3, 3)),
+    SmemLayout("64-byte swizzle", (8, 32), (32, 1), Swizzle(2, 3, 3)),
+    SmemLayout("32-byte swizzle", (8, 16), (16, 1), Swizzle(1, 3, 3)),
+    SmemLayout("no swizzle", (8, 8), (8, 1)),
+)
+"""What TMA writes and wgmma reads, over 16-bit elements (PTX ISA, "Strides" and "Swizzling modes" of wgmma's
+matrix descriptors): blocks of eight rows of 128, 64, 32 or 16 bytes."""
+
+
+@lru_cache(maxsize=256)
+def require_hardware_layout(tile: TileLayout) -> TileLayout:
+    """The one of ``HARDWARE_LAYOUTS`` that places every element of the tile where the given layout does.
+
+    Args:
+        tile: the layout over a tile of rows x cols elements of 16 bits.
+
+    Raises:
+        ValueError: there is none. The copy engine and the tensor cores swizzle by themselves, in these four ways;
+            padding and other swizzles are out of their reach.
+    """
+    offsets = tile_offsets(tile)
+    for layout in HARDWARE_LAYOUTS:
+        if tile.tile[0] % layout.shape[0] == 0 and tile.tile[1] % layout.shape[1] == 0:
+            candidate = layout.on(*tile.tile)
+            if np.array_equal(tile_offsets(candidate), offsets):
+                return candidate
+    known = ", ".join(f"{layout} ({layout.name})" for layout in HARDWARE_LAYOUTS)
+    raise ValueError(
+        f"layout {tile.layout.name!r} ({tile.layout}) on a {tile.tile[0]}x{tile.tile[1]} tile: TMA and wgmma take only "
+        f"{known}; padding and other swizzles are out of their reach"
+    )

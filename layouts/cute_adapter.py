@@ -21,3 +21,15 @@ def to_cute(layout: TileLayout, stages: int | None = None) -> cute.ComposedLayou
     return cute.make_composed_layout(
         cute.make_swizzle(swizzle.bits, swizzle.base, swizzle.shift), 0, cute.make_layout(shape, stride=stride)
     )
+
+
+def to_hardware_swizzle(layout: TileLayout, tiles: int | None = None) -> cute.ComposedLayout:
+    """The same for TMA and wgmma, whose swizzle counts in bytes: it goes into a pointer to 16-bit elements.
+
+    ``outer`` is the layout in elements, ``inner`` the swizzle in bytes. With ``tiles``, (rows, cols, tile).
+    """
+    in_elements = to_cute(layout, tiles)
+    swizzle = layout.layout.swizzle
+    return cute.make_composed_layout(
+        cute.make_swizzle(swizzle.bits, swizzle.base + 1, swizzle.shift), 0, in_elements.outer
+    )

@@ -10,7 +10,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from cute_fa.ladder import LADDER
+from cute_fa.emulator import DEFAULT_ARCH
+from cute_fa.ladder import KERNELS, LADDER
 from cute_fa.reference import attention_reference
 from layouts import CATALOG
 
@@ -50,6 +51,10 @@ class Case:
         parts += [f"scale{self.softmax_scale}"] if self.softmax_scale is not None else []
         parts += [f"x{self.magnitude:g}"] if self.magnitude != 1.0 else []
         return "-".join(parts)
+
+
+# The kernels that the emulator can run: those built for the family of instructions that it knows.
+EMULATED_KERNELS = [name for name, rung in KERNELS.items() if rung.runs_on(DEFAULT_ARCH)]
 
 
 def usable_layouts() -> list[tuple[int, str]]:

@@ -133,6 +133,40 @@ _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+\d+")
 _FILE = re.compile(r"\.file\s+(\d+)\s+\"([^\"]*)\"")
 
 
+_ENTRY = re.compile(r"(?:\.visible\s+)?\.entry\s+([\w$]+)\s*\(")
+
+
+@lru_cache(maxsize=32)
+def only_entry(ptx: str, prefix: str) -> str:
+    """A module of several entries with one left, all else at its line.
+
+    Args:
+        prefix: what the entry's name begins with, up to the number that the DSL appends.
+
+    Raises:
+        PtxSyntaxError: no entry or several have that name.
+    """
+    entries = list(_ENTRY.finditer(ptx))
+    wanted = [entry for entry in entries if re.fullmatch(re.escape(prefix) + r"(_\d+)?", entry.group(1))]
+    if len(wanted) != 1:
+        names = ", ".join(entry.group(1) for entry in entries)
+        raise PtxSyntaxError(f"expected one .entry named {prefix!r} with or without a number, found {names}")
+    for entry in reversed(entries):
+        if entry is not wanted[0]:
+            end = _closing_brace(ptx, ptx.index("{", entry.end())) + 1
+            ptx = ptx[: entry.start()] + re.sub(r"[^\n]", " ", ptx[entry.start() : end]) + ptx[end:]
+    return ptx
+
+
+def _closing_brace(text: str, start: int) -> int:
+    depth = 0
+    for match in re.compile(r"[{}]").finditer(text, start):
+        depth += 1 if match.group(0) == "{" else -1
+        if depth == 0:
+            return match.start()
+    raise PtxSyntaxError("a body has no closing brace")
+
+
 @lru_cache(maxsize=32)
 def parse(ptx: str) -> Kernel:
     """Parses a PTX module with one entry.

@@ -283,7 +283,9 @@ class Sm80SplitKV:
                     mLSE[batch, head, position] = lse * LN_2
         sO = cute.make_tensor(
             cute.recast_ptr(sK.iterator, dtype=cutlass.Float32),
-            cute.make_layout((ROWS, head_dim, num_warps), stride=(head_dim + MERGE_PAD, 1, ROWS * (head_dim + MERGE_PAD))),
+            cute.make_layout(
+                (ROWS, head_dim, num_warps), stride=(head_dim + MERGE_PAD, 1, ROWS * (head_dim + MERGE_PAD))
+            ),
         )
         cO = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((ROWS, head_dim))))
         for r in cutlass.range_constexpr(cute.size(rows)):
@@ -312,9 +314,7 @@ class Sm80SplitKV:
                     cute.copy(load_copy, source, tQsQ[None, m, k], pred=pred)
 
     @cute.jit
-    def store_rows(
-        self, mO, sO, workspace, num_splits, split, batch, head_kv, group, first_row, rows_left, tidx
-    ):
+    def store_rows(self, mO, sO, workspace, num_splits, split, batch, head_kv, group, first_row, rows_left, tidx):
         """Adds the warps' O up and stores it, 4 columns a thread: rounded, or as this split's part in fp32."""
         threads_per_row = self.head_dim // 4
         col = tidx % threads_per_row * 4

@@ -7,16 +7,15 @@ import torch
 
 import cute_fa
 from cute_fa.emulator import EmulationFault, EmulationReport, Fault, emulate_forward
-from cute_fa.ladder import KERNELS
 from layouts import COLS, SmemLayout, Swizzle
-from tests.cases import Case, assert_close
+from tests.cases import EMULATED_KERNELS, Case, assert_close
 
 
 def run(case: Case, q, k, v, **options):
     return cute_fa.forward(q, k, v, causal=case.causal, softmax_scale=case.softmax_scale, return_lse=True, **options)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", EMULATED_KERNELS)
 def test_matches_reference_and_emulator(kernel, generator):
     case = Case(100, 130, 64, causal=True, num_heads=4)
     q, k, v = case.tensors("cpu", generator)
