@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from cute_fa.arch import arch_of_capability
-from cute_fa.compiled import get_compiled
 from cute_fa.emulator import DEFAULT_ARCH, emulated_launch
 from cute_fa.ladder import select
+from cute_fa.launch import get_launch
 from cute_fa.problem import MAX_ROW_STRIDE, VECTOR, AttentionProblem, check_no_grad, check_pointer
 from layouts import SmemLayout
 
@@ -124,7 +124,7 @@ def _make_plan(q, k, v, causal, return_lse, kernel, layout) -> _Plan:
             launch = emulated_launch(problem.static, rung, config, arch)
         else:
             with torch.cuda.device(problem.device):
-                launch = get_compiled(problem.static, rung, config, arch)
+                launch = get_launch(problem, rung, config, arch)
     return _Plan(problem, launch, awkward)
 
 

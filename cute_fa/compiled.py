@@ -47,6 +47,8 @@ class Artifacts:
 def get_compiled(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str) -> Callable:
     """The compiled kernel as a function of (q, k, v, o, lse or None, softmax_scale), on torch tensors.
 
+    A rung that splits the keys takes (workspace, num_splits) besides; ``launch.get_launch`` supplies them.
+
     It launches on the current stream of the tensors' device.
     """
     key = (static, rung.name, config, arch)
@@ -103,10 +105,29 @@ def _compile(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str,
         shape, strides = (batch, num_heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1)
         mLSE = make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
     kernel = rung.kernel(static.head_dim, static.causal, config)
-    rung.kernel.kernel.set_name_prefix(f"cute_fa_{rung.name}", remove_cutlass_symbol=True, keep_mangled_name=False)
+    splitting = ()
+    _name(rung.kernel.kernel, kernel_name(rung))
+    if rung.splits_keys:
+        _name(rung.kernel.combine, combine_name(rung))
+        workspace = make_fake_tensor(cutlass.Float32, (cute.sym_int32(),), (1,), assumed_align=VECTOR_BYTES)
+        splitting = (workspace, cutlass.Int32(1))
     stream = make_fake_stream(use_tvm_ffi_env_stream="tvm-ffi" in options)
     scale = cutlass.Float32(1.0)
-    return cute.compile(kernel, mQ, mK, mV, mO, mLSE, scale, stream, options=f"--gpu-arch {arch} {options}")
+    return cute.compile(kernel, mQ, mK, mV, mO, mLSE, scale, *splitting, stream, options=f"--gpu-arch {arch} {options}")
+
+
+def kernel_name(rung: Rung) -> str:
+    """What the kernel of a rung is called in PTX and in profiles, but for a number that the DSL appends."""
+    return f"cute_fa_{rung.name}"
+
+
+def combine_name(rung: Rung) -> str:
+    """The same of the kernel that merges the splits of the keys."""
+    return f"cute_fa_{rung.name}_combine"
+
+
+def _name(kernel, name: str) -> None:
+    kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 def _load_object(path: Path) -> Callable | None:

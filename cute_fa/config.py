@@ -68,6 +68,7 @@ class SplitConfig(KernelConfig):
         return f"{super().__str__()}, {self.ctas_per_sm} CTAs an SM, {self.num_stages} stages a warp"
 
 
+@dataclass(frozen=True)
 class Sm90Config:
     """The choices that a kernel for Hopper is compiled with.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cute_fa.arch import get_arch
-from cute_fa.config import KernelConfig, PipelinedConfig, Sm90Config
+from cute_fa.config import KernelConfig, PipelinedConfig, Sm90Config, SplitConfig
 from cute_fa.kernels.sm80_pipelined import Sm80Pipelined
 from cute_fa.kernels.sm80_serial import Sm80Serial
+from cute_fa.kernels.sm80_split_kv import Sm80SplitKV
 from cute_fa.kernels.sm90_warp_specialized import Sm90Overlapped, Sm90WarpSpecialized
 from cute_fa.problem import AttentionProblem
 from layouts import CATALOG, PLAIN, SWIZZLE_333, SmemLayout
@@ -25,6 +26,9 @@ class Rung:
         changed: what this rung changes against the one before, and what should follow.
         max_arch: highest compute capability that runs it; None if every later one does.
         by_head_dim: pairs of a head dimension and the configuration that takes the place of ``config`` there.
+        splits_keys: whether the kernel takes (workspace, num_splits) and merges its splits by a second kernel.
+        max_rows: "auto" takes this rung before all others for at most so many queries times heads that share one
+            head of K and V, and never for more; None: for any number.
     """
 
     name: str
@@ -34,6 +38,8 @@ class Rung:
     changed: str
     max_arch: tuple[int, int] | None = None
     by_head_dim: tuple[tuple[int, KernelConfig | Sm90Config], ...] = ()
+    splits_keys: bool = False
+    max_rows: int | None = None
 
     def runs_on(self, arch: str) -> bool:
         """Whether an architecture ("sm_80", "sm_90a") has what the kernel uses."""
@@ -65,6 +71,8 @@ _HOPPER = {"min_arch": (9, 0), "max_arch": (9, 9)}
 _SM90 = Sm90Config(tile_m=128, tile_n=128, num_stages=2, layout=SWIZZLE_333)
 _SM90_TRYING = replace(_SM90, try_first=True)
 _SM90_PERSISTENT = replace(_SM90_TRYING, max_ctas=132)  # the SMs of an H100 SXM and of an H200
+
+_SPLIT = SplitConfig(tile_m=16, tile_n=16, num_threads=128, ctas_per_sm=2, layout=SWIZZLE_333, num_stages=3)
 
 LADDER: tuple[Rung, ...] = (
     Rung(
@@ -105,7 +113,17 @@ LADDER: tuple[Rung, ...] = (
         changed="Lazy.",
     ),
     Rung(
-        name="kernel6",
+        name="kernel7",
+        kernel=Sm80SplitKV,
+        config=_SPLIT,
+        min_arch=(8, 0),
+        splits_keys=True,
+        max_rows=64,
+        changed="For few queries over many keys: the heads that share K and V are packed into one tile, and the keys "
+        "are split over warps, CTAs and the card. K and V are read once, at the rate of the memory.",
+    ),
+    Rung(
+        name="kernel8",
         kernel=Sm90WarpSpecialized,
         config=_SM90,
         changed="Hopper: TMA loads by a warp of its own, wgmma with P in registers, O stored by TMA. The layout is "
@@ -113,7 +131,7 @@ LADDER: tuple[Rung, ...] = (
         **_HOPPER,
     ),
     Rung(
-        name="kernel7",
+        name="kernel9",
         kernel=Sm90Overlapped,
         config=_SM90,
         changed="The next block's scores are issued with this block's output, and two warpgroups take turns at the "
@@ -121,7 +139,7 @@ LADDER: tuple[Rung, ...] = (
         **_HOPPER,
     ),
     Rung(
-        name="kernel8",
+        name="kernel10",
         kernel=Sm90Overlapped,
         config=_SM90_TRYING,
         changed="Exponentials before the maximum: the sum of a block shows whether one was needed. A fifth fewer "
@@ -129,7 +147,7 @@ LADDER: tuple[Rung, ...] = (
         **_HOPPER,
     ),
     Rung(
-        name="kernel9",
+        name="kernel11",
         kernel=Sm90Overlapped,
         config=_SM90_PERSISTENT,
         by_head_dim=(
@@ -189,7 +207,8 @@ def select(
 ) -> tuple[Rung, KernelConfig]:
     """The rung that serves a problem on an architecture ("sm_80", "sm_90a"), and its configuration.
 
-    "auto" is the highest rung that the architecture runs and that takes the head dimension and the layout.
+    "auto" is the highest rung that the architecture runs and that takes the head dimension and the layout; one
+    made for few queries comes before all others if these are few.
 
     Raises:
         ValueError, TypeError: an unknown kernel or layout, or one that the kernel can't take (of "auto", the
@@ -198,7 +217,9 @@ def select(
     layout = None if layout is None else resolve_layout(layout)
     rungs = [resolve_kernel(kernel, arch)]
     if kernel == "auto":
-        rungs = [rung for rung in reversed(LADDER) if rung.runs_on(arch)]
+        rows = problem.seqlen_q * (problem.num_heads // problem.num_heads_kv)
+        rungs = [rung for rung in reversed(LADDER) if rung.runs_on(arch) and rows <= (rung.max_rows or rows)]
+        rungs.sort(key=lambda rung: rung.max_rows is None)
     for rung in rungs:
         config = rung.config_for(problem.head_dim, layout)
         try:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cute_fa.compiled import get_artifacts
+from cute_fa.compiled import combine_name, get_artifacts, kernel_name
 from cute_fa.config import KernelConfig
 from cute_fa.device.softmax import LOG2_E
 from cute_fa.emulator.launch import TensorArg, emulate
+from cute_fa.emulator.parse import only_entry
 from cute_fa.emulator.report import EmulationError, EmulationReport
 from cute_fa.ladder import Rung, select
 from cute_fa.problem import AttentionProblem, StaticProblem
@@ -21,6 +22,7 @@ from layouts import SmemLayout
 
 DEFAULT_ARCH = "sm_80"  # the family that the emulator knows: cp.async, ldmatrix, mma.sync
 MAX_SECONDS = 3600.0
+EMULATED_SMS = 132  # of the card that the emulator stands for, where a choice depends on it: an H100 or H200
 _PROGRESS_AFTER = 3.0  # seconds
 # Measured on two x86 cores with checks on, per tile of 64 x 64 scores; the first is what a CTA takes besides.
 _SECONDS_PER_CTA, _SECONDS_PER_TILE, _SECONDS_PER_TILE_COLUMN = 1.5e-3, 0.3e-3, 10e-6
@@ -138,16 +140,35 @@ def run_forward(
         args.append(
             TensorArg("lse", _as_numpy(lse), dynamic_shape=(0, 1, 2), dynamic_strides=((0, np.int64), (1, np.int64)))
         )
-    args.append(np.float32(softmax_scale) * np.float32(LOG2_E))
-    return emulate(
-        ptx,
-        (num_m_blocks * num_heads * batch, 1, 1),
+    scale = np.float32(softmax_scale) * np.float32(LOG2_E)
+    num_ctas, splitting = num_m_blocks * num_heads * batch, []
+    if rung.splits_keys:
+        num_heads_kv = k.shape[2]
+        num_ctas = rung.kernel.num_ctas(batch, seqlen_q, num_heads, num_heads_kv)
+        num_splits = rung.kernel.num_splits(config, num_ctas, k.shape[1], EMULATED_SMS)
+        num_ctas *= num_splits
+        floats = rung.kernel.workspace_floats(batch, seqlen_q, num_heads, head_dim, num_splits)
+        workspace = TensorArg("workspace", np.full(floats, np.nan, np.float32), dynamic_shape=(0,))
+        splitting = [workspace, np.int32(num_splits)]
+    report = emulate(
+        only_entry(ptx, kernel_name(rung)),
+        (num_ctas, 1, 1),
         (config.num_threads, 1, 1),
-        args,
+        [*args, scale, *splitting],
         rung.kernel.smem_bytes(head_dim, config),
         check=check,
         progress=_Progress(rung.name),
     )
+    if rung.splits_keys and num_splits > 1:
+        report += emulate(
+            only_entry(ptx, combine_name(rung)),
+            (batch * num_heads * seqlen_q, 1, 1),
+            (rung.kernel.COMBINE_THREADS, 1, 1),
+            [*args[3:], *splitting],
+            rung.kernel.combine_smem_bytes(head_dim),
+            check=check,
+        )
+    return report
 
 
 def estimate_seconds(config: KernelConfig, q_shape, seqlen_k: int, causal: bool) -> float:

@@ -87,6 +87,15 @@ class EmulationReport:
     def seconds_per_cta(self) -> float:
         return self.seconds / max(1, self.num_ctas)
 
+    def __iadd__(self, other: EmulationReport) -> EmulationReport:
+        """Adds the report of a kernel that ran after this one."""
+        self.wavefronts += other.wavefronts
+        self.faults += other.faults
+        self.num_ctas += other.num_ctas
+        self.seconds += other.seconds
+        self.instructions += other.instructions
+        return self
+
     def by_path(self) -> dict[str, tuple[int, int]]:
         """(ideal, actual) wavefronts by path: cp.async, ldmatrix, ldmatrix.trans, ld.shared, st.shared."""
         ideal, actual = Counter(), Counter()

@@ -39,7 +39,6 @@ from layouts.cute_adapter import to_cute
 WARP = 32
 ROWS = 16  # of a tile of queries: one m16n8k16 high
 MERGE_PAD = 8  # floats behind each row of the warps' O: 8-byte stores of a quarter-warp then meet all banks
-COMBINE_THREADS = 128
 MIN_TILES = 2  # of keys for each warp of a split
 
 
@@ -59,7 +58,9 @@ def vector_copy(src: cute.Tensor, dst: cute.Tensor):
 
 
 class Sm80SplitKV:
-    """The kernel for one static problem and one configuration."""
+    """The kernels for one static problem and one configuration."""
+
+    COMBINE_THREADS = 128
 
     @staticmethod
     def smem_bytes(head_dim: int, config: SplitConfig) -> int:
@@ -85,6 +86,11 @@ class Sm80SplitKV:
         require_smem(Sm80SplitKV.smem_bytes(head_dim, config), config, head_dim, arch)
 
     @staticmethod
+    def num_ctas(batch: int, seqlen_q: int, num_heads: int, num_heads_kv: int) -> int:
+        """CTAs of a split."""
+        return -(-seqlen_q * (num_heads // num_heads_kv) // ROWS) * num_heads_kv * batch
+
+    @staticmethod
     def num_splits(config: SplitConfig, num_ctas: int, seqlen_k: int, num_sms: int) -> int:
         """Into how many parts the keys are split.
 
@@ -105,6 +111,16 @@ class Sm80SplitKV:
 
         best = max(evenness(splits) for splits in range(1, most + 1))
         return next(splits for splits in range(1, most + 1) if evenness(splits) >= 0.85 * best)
+
+    @staticmethod
+    def workspace_floats(batch: int, seqlen_q: int, num_heads: int, head_dim: int, num_splits: int) -> int:
+        """Floats that the splits leave to be merged: O and log-sum-exp of each."""
+        return num_splits * batch * seqlen_q * num_heads * (head_dim + 1) if num_splits > 1 else 0
+
+    @staticmethod
+    def combine_smem_bytes(head_dim: int) -> int:
+        """Shared memory of a CTA of the second kernel."""
+        return Sm80SplitKV.COMBINE_THREADS // (head_dim // 4) * head_dim * 4
 
     def __init__(self, head_dim: int, causal: bool, config: SplitConfig):
         self.head_dim = head_dim
@@ -143,7 +159,7 @@ class Sm80SplitKV:
         )
         if num_splits > 1:
             self.combine(mO, mLSE, workspace, num_splits).launch(
-                grid=(batch * num_heads * seqlen_q, 1, 1), block=(COMBINE_THREADS, 1, 1), stream=stream
+                grid=(batch * num_heads * seqlen_q, 1, 1), block=(self.COMBINE_THREADS, 1, 1), stream=stream
             )
 
     @cute.kernel
@@ -353,7 +369,7 @@ class Sm80SplitKV:
         first_lse = cutlass.Int64(num_splits) * num_rows_all * head_dim + row
 
         threads_per_row = head_dim // 4
-        num_groups = COMBINE_THREADS // threads_per_row
+        num_groups = self.COMBINE_THREADS // threads_per_row
         smem = cutlass.memory.SmemAllocator()
         sPart = smem.allocate_tensor(cutlass.Float32, cute.make_layout((head_dim, num_groups)), byte_alignment=16)
 
@@ -390,6 +406,5 @@ class Sm80SplitKV:
             rounded = cute.make_rmem_tensor(4, mO.element_type)
             rounded.store(total.load().to(mO.element_type))
             vector_copy(rounded, gmem_vector(mO[batch, position, head, None], col, 4))
-            if cutlass.const_expr(mLSE is not None):
-                if tidx == 0:
-                    mLSE[batch, head, position] = (row_ref + cute.math.log2(row_sum, fastmath=True)) * LN_2
+            if cutlass.const_expr(mLSE is not None) and tidx == 0:
+                mLSE[batch, head, position] = (row_ref + cute.math.log2(row_sum, fastmath=True)) * LN_2

@@ -40,7 +40,7 @@ from cute_fa.arch import get_arch
 from cute_fa.config import Sm90Config
 from cute_fa.device import wgmma
 from cute_fa.device.lazy_softmax import LazySoftmax
-from cute_fa.device.mask import mask_scores
+from cute_fa.device.mask import key_limits, mask_scores, rows_of
 from cute_fa.device.softmax import LOG2_E
 from cute_fa.device.tile_schedule import TileSchedule
 from cute_fa.device.tma_ring import TmaRing
@@ -364,7 +364,9 @@ class Sm90WarpSpecialized:
     def mask(self, consumer: Consumer, acc_S: cute.Tensor, tile: Tile, seqlen_k, i):
         """Masks block ``i`` of the tile, counted from its last."""
         first_key = (tile.num_n_blocks - 1 - i) * self.config.tile_n
-        mask_scores(wgmma.acc_as_rows(acc_S), consumer.cS, seqlen_k - first_key, tile.diagonal - first_key, self.causal)
+        keys_left, diagonal = seqlen_k - first_key, tile.diagonal - first_key
+        limits = key_limits(rows_of(consumer.cS), keys_left, diagonal, self.causal)
+        mask_scores(wgmma.acc_as_rows(acc_S), consumer.cS, limits)
 
     @cute.jit
     def consume(self, consumer: Consumer, output, schedule: TileSchedule, shape_Q, seqlen_k):
