@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import cutlass
 
-# Bytes of K and V that CTAs running at one time should share: within L2 of an A100, an H100 and a 4090.
-L2_SHARE = 16 * 2**20
+# Heads whose tiles are computed together: few enough that several CTAs that run at one time share K and V (264 run
+# on an H100, so that each tile of K and V serves four from L2), many enough that little is left at the end.
+HEADS_TOGETHER = 64
 
 
-def longest_first(cta, num_m_blocks, num_heads, batch, heads_in_l2):
-    """(m_block, head, batch index) of a CTA: as many heads as fit L2 at a time, the last queries of each first.
+def longest_first(cta, num_m_blocks, num_heads, batch):
+    """(m_block, head, batch index) of a CTA: ``HEADS_TOGETHER`` heads at a time, the last queries of each first.
 
     Under a causal mask the last queries have the most keys; started first, they don't hang over at the end.
-
-    Args:
-        cta: index in a grid of num_m_blocks * num_heads * batch.
-        heads_in_l2: heads whose K and V L2 can hold at a time; at least one is taken.
     """
     all_heads = num_heads * batch
-    group = cutlass.min(all_heads, cutlass.max(1, heads_in_l2))
+    group = cutlass.min(all_heads, HEADS_TOGETHER)
     first = cta // (group * num_m_blocks) * group
     index = cta - first * num_m_blocks
     group = cutlass.min(group, all_heads - first)  # the last one may be smaller

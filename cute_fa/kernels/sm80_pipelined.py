@@ -39,7 +39,7 @@ from cute_fa.device.mma import (
     make_tiled_mma,
 )
 from cute_fa.device.registers import recompute_from
-from cute_fa.device.schedule import L2_SHARE, longest_first
+from cute_fa.device.schedule import longest_first
 from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, thread_row_max
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, require_warps, tile_bytes
 from cute_fa.problem import VECTOR
@@ -111,7 +111,7 @@ class Sm80Pipelined:
         seqlen_k, num_heads_kv = mK.shape[1], mK.shape[2]
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        m_block, head, batch = self.tile_of(cta, mQ, mK)
+        m_block, head, batch = longest_first(cta, cute.ceil_div(seqlen_q, tile_m), num_heads, mQ.shape[0])
         head_kv = head // (num_heads // num_heads_kv)
 
         # Tiles in global memory: (tile, D).
@@ -192,12 +192,6 @@ class Sm80Pipelined:
             gLSE = cute.domain_offset((m_block * tile_m,), mLSE[batch, head, None])
             store_lse(lse, gLSE, thr_mma, (tile_m, head_dim), queries_left)
         store_output(acc_O, sO, gO, tiled_mma, store_copy, tidx, queries_left)
-
-    def tile_of(self, cta, mQ, mK):
-        """(m_block, head, batch index) of a CTA."""
-        batch, seqlen_q, num_heads, head_dim = mQ.shape
-        heads_in_l2 = L2_SHARE // (2 * head_dim * mK.element_type.width // 8) // mK.shape[1]
-        return longest_first(cta, cute.ceil_div(seqlen_q, self.config.tile_m), num_heads, batch, heads_in_l2)
 
     @cute.jit
     def step(self, this, n_block, masked: cutlass.Constexpr):

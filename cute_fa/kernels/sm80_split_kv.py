@@ -295,8 +295,10 @@ class Sm80SplitKV:
                 if num_splits > 1:
                     row = (batch * num_heads + head) * seqlen_q + position
                     workspace[num_splits * num_rows_all * head_dim + split * num_rows_all + row] = lse
-                elif cutlass.const_expr(mLSE is not None):
-                    mLSE[batch, head, position] = lse * LN_2
+                if cutlass.const_expr(mLSE is not None):
+                    lse = lse * LN_2
+                    if num_splits == 1:
+                        mLSE[batch, head, position] = lse
         sO = cute.make_tensor(
             cute.recast_ptr(sK.iterator, dtype=cutlass.Float32),
             cute.make_layout(
@@ -406,5 +408,7 @@ class Sm80SplitKV:
             rounded = cute.make_rmem_tensor(4, mO.element_type)
             rounded.store(total.load().to(mO.element_type))
             vector_copy(rounded, gmem_vector(mO[batch, position, head, None], col, 4))
-            if cutlass.const_expr(mLSE is not None) and tidx == 0:
-                mLSE[batch, head, position] = (row_ref + cute.math.log2(row_sum, fastmath=True)) * LN_2
+            if cutlass.const_expr(mLSE is not None):
+                lse = (row_ref + cute.math.log2(row_sum, fastmath=True)) * LN_2
+                if tidx == 0:
+                    mLSE[batch, head, position] = lse
