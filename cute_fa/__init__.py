@@ -1,5 +1,6 @@
 """Attention forward in the CUTLASS CuTe DSL: a ladder of kernels and a laboratory for their layouts."""
 
 from cute_fa.api import forward
+from cute_fa.problem import ScoreOptions
 
-__all__ = ["forward"]
+__all__ = ["ScoreOptions", "forward"]
