@@ -2,5 +2,6 @@
 
 from cute_fa.api import forward
 from cute_fa.problem import ScoreOptions
+from cute_fa.warming import warmup
 
-__all__ = ["ScoreOptions", "forward"]
+__all__ = ["ScoreOptions", "forward", "warmup"]
