@@ -45,7 +45,7 @@ def forward(
             no memory shared with q, k or v.
         backward: None: inputs that require gradients are refused. "sdpa": autograd goes back through PyTorch's
             scaled_dot_product_attention, which computes the attention again. lse has no gradient.
-        options: a window, softcap, sinks, ALiBi slopes or a bias; what no kernel has yet is refused by name.
+        options: a sliding window, softcap, ALiBi slopes, sinks, a bias; what no kernel has yet is refused by name.
         kernel: a rung of the ladder ("kernel1", ...), or "auto" for the best.
         layout: another shared-memory layout for that kernel, by its name in the catalog or as a value.
 

@@ -30,45 +30,50 @@ class StaticProblem:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What changes the scores besides their scale and the causal mask; None is off.
+    """What changes the scores besides their scale and the causal mask; the defaults change nothing.
 
-    With query i at position p = i + S_k - S_q, so that the last query stands at the last key:
+    Names and meanings are those of flash-attn 2.8. Query i is at position p = i + S_k - S_q, so that the last query
+    stands at the last key.
 
     Args:
-        window: (left, right): the query sees keys p - left to p + right; None on a side is no bound there.
-        softcap: c tanh(s / c) takes the place of every scaled score s.
-        sinks: (H,), a logit of each head that joins the sum under every row's softmax.
+        window_size: (left, right): the query sees keys p - left to p + right; -1 is no bound on a side.
+        softcap: above 0, softcap tanh(s / softcap) takes the place of every scaled score s.
         alibi_slopes: (H,) or (B, H), fp32: -slope |p - j| is added to the score of key j.
-        attn_bias: broadcast to (B, H, S_q, S_k): added to the scores, or bool with False where no key is seen.
+        sinks: (H,), a logit of each head that joins the sum under every row's softmax.
+        attn_bias: broadcast to (B, H, S_q, S_k): added to the scores, or bool with False where a key is hidden.
     """
 
-    window: tuple[int | None, int | None] | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
     alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
     attn_bias: torch.Tensor | None = None
 
     def resolved_causal(self, causal: bool, seqlen_q: int, seqlen_k: int) -> bool:
-        """Whether the problem is causal, once a window without effect beyond that is taken away.
+        """Whether the problem is causal, once a window that does no more than that is taken away.
 
         Raises:
-            TypeError, ValueError: a window that is no pair of lengths.
+            TypeError, ValueError: a window that is no pair of lengths, a softcap that is no number of 0 or more.
             NotImplementedError: an option that no kernel of the ladder has.
         """
-        for name in ("softcap", "sinks", "alibi_slopes", "attn_bias"):
+        for name in ("alibi_slopes", "sinks", "attn_bias"):
             if (value := getattr(self, name)) is not None:
                 raise NotImplementedError(f"{name} must be None: it is planned, not supported yet, got {_brief(value)}")
-        if self.window is None:
-            return causal
-        left, right = _window_sides(self.window)
+        if isinstance(self.softcap, bool) or not isinstance(self.softcap, float | int):
+            raise TypeError(f"softcap must be a number, got {_brief(self.softcap)}")
+        if not self.softcap >= 0.0:
+            raise ValueError(f"softcap must be 0 (off) or more, got {self.softcap}")
+        if self.softcap != 0.0:
+            raise NotImplementedError(f"softcap must be 0 (off): it is planned, not supported yet, got {self.softcap}")
+        left, right = _window_sides(self.window_size)
         causal = causal or right == 0
-        cuts_left = left is not None and left < seqlen_k - 1
-        cuts_right = right is not None and not causal and right < seqlen_q - 1
+        cuts_left = left != -1 and left < seqlen_k - 1
+        cuts_right = right != -1 and not causal and right < seqlen_q - 1
         if cuts_left or cuts_right:
             raise NotImplementedError(
-                f"window must leave all {seqlen_k} keys in sight: left of {max(seqlen_k - 1, 0)} or more or None, "
-                f"right of 0, of {max(seqlen_q - 1, 0)} or more, or None; shorter ones are planned, not supported yet, "
-                f"got {self.window}"
+                f"window_size must leave all {seqlen_k} keys in sight: left -1 or at least {max(seqlen_k - 1, 0)}, "
+                f"right -1, 0 or at least {max(seqlen_q - 1, 0)}; shorter ones are planned, not supported yet, got "
+                f"{self.window_size}"
             )
         return causal
 
@@ -287,15 +292,16 @@ def check_out_memory(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: tor
             )
 
 
-def _window_sides(window) -> tuple[int | None, int | None]:
-    if not isinstance(window, tuple | list) or len(window) != 2:
-        raise TypeError(f"window must be None or a pair (left, right), got {_brief(window)}")
-    for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-            raise TypeError(f"window must hold integers or None, got {tuple(window)}")
-        if side is not None and side < 0:
-            raise ValueError(f"window must hold lengths of 0 or more, or None for no bound, got {tuple(window)}")
-    return tuple(window)
+def _window_sides(window_size) -> tuple[int, int]:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(f"window_size must be a pair (left, right), got {_brief(window_size)}")
+    left, right = window_size
+    for side in (left, right):
+        if isinstance(side, bool) or not isinstance(side, int):
+            raise TypeError(f"window_size must hold integers, got {window_size}")
+        if side < -1:
+            raise ValueError(f"window_size must hold lengths of 0 or more, or -1 for no bound, got {window_size}")
+    return left, right
 
 
 def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:
