@@ -4,6 +4,7 @@ from cute_fa.api import forward
 from cute_fa.compat.dense import flash_attn_func
 from cute_fa.compat.kvcache import flash_attn_with_kvcache
 from cute_fa.compat.sdpa import scaled_dot_product_attention
+from cute_fa.compat.transformers import register
 from cute_fa.compat.varlen import flash_attn_varlen_func
 from cute_fa.problem import ScoreOptions
 from cute_fa.warming import warmup
@@ -14,6 +15,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "forward",
+    "register",
     "scaled_dot_product_attention",
     "warmup",
 ]
