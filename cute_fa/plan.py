@@ -36,6 +36,7 @@ class Plan:
 
 
 _MAX_PLANS = 4096
+_OFF = object()  # stands for NO_OPTIONS in keys: its hash is found sooner
 _plans: dict[tuple, Plan] = {}
 
 
@@ -86,7 +87,7 @@ def _plan_for(q, k, v, causal, return_lse, options, kernel, layout) -> Plan:
             q.device, k.device, v.device,
             # By identity, since 1 == True: what is no bool must reach the checks.
             causal is True, causal is False, return_lse is True, return_lse is False,
-            None if options is NO_OPTIONS else options, kernel, layout,
+            _OFF if options is NO_OPTIONS else options, kernel, layout,
         )  # fmt: skip
         plan = _plans.get(key)
         if (

@@ -220,11 +220,11 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
     """Raises unless the tensor's own values lie in memory, from a 16-byte boundary on."""
     if is_functorch_wrapped_tensor(tensor):
         raise NotImplementedError(
-            f"{name} must not be inside torch.vmap or another transform of torch.func: fold the mapped dimension into "
-            f"the batch"
+            f"{name} must not be inside torch.vmap or another transform of torch.func, got a tensor that is: fold the "
+            f"mapped dimension into the batch"
         )
     if tensor.is_neg():
-        raise TypeError(f"{name} must not be a lazily negated view; call .resolve_neg() on it")
+        raise TypeError(f"{name} must not be lazily negated, got such a view; call .resolve_neg() on it")
     if tensor.data_ptr() % VECTOR_BYTES:
         raise ValueError(
             f"{name} must start at an address that is a multiple of {VECTOR_BYTES} bytes, got one that is off by "
@@ -236,9 +236,9 @@ def check_no_grad(name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError if autograd would record this tensor and nobody said how to go back."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name} must not require gradients: cute_fa has a forward only, no backward of its own. Call it under "
-            f'torch.no_grad(), pass {name}.detach(), or ask cute_fa.forward for backward="sdpa", which recomputes '
-            f"through PyTorch"
+            f"{name} must not require gradients, got requires_grad=True: cute_fa has a forward only, no backward of "
+            f"its own. Call it under torch.no_grad(), pass {name}.detach(), or ask cute_fa.forward for "
+            f'backward="sdpa", which recomputes through PyTorch'
         )
 
 
@@ -260,7 +260,9 @@ def check_out(out, q: torch.Tensor) -> None:
     if out.device != q.device:
         raise ValueError(f"out must be on the device of q ({q.device}), got a tensor on {out.device}")
     if out.requires_grad:
-        raise ValueError("out must not require gradients: what is written into it has no backward")
+        raise ValueError(
+            "out must not require gradients, got requires_grad=True: what is written into it has no backward"
+        )
 
 
 def check_out_memory(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
