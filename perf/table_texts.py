@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from cute_fa.ladder import LADDER
 from perf import results
+from perf.features import FEATURES, PEERS, SOURCES
 from perf.inspect_table import DEFAULT_ARCHS
 from perf.output import cell, markdown_table
 
@@ -182,6 +183,14 @@ def emulation_time_table() -> str:
     return "\n\n".join(blocks) or NOT_MEASURED
 
 
+def features_table() -> str:
+    """What cute_fa and its peers can do; ours has tests, the peers' their documentation."""
+    rows = [[feature.name, feature.ours, *feature.peers] for feature in FEATURES]
+    sources = "; ".join(SOURCES)
+    table = markdown_table(["", "cute_fa", *PEERS], rows, text_columns=2 + len(PEERS))
+    return f"{table}\n\nOf the peers: {sources}; - is what these don't say."
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "ladder": ladder_table,
     "timing_bf16": lambda: timing_table("timing_bf16"),
@@ -193,6 +202,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "banks": banks_table,
     "emulation": emulation_table,
     "emulation_time": emulation_time_table,
+    "features": features_table,
 }
 
 

@@ -16,9 +16,9 @@ def scaled_dot_product_attention(
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
-    *,
     backward: str | None = None,
 ) -> torch.Tensor:
     """PyTorch's function of this name, argument by argument.

@@ -35,6 +35,8 @@ BAD_INPUTS = [
     bad("k rank 5", ValueError, r"k must have 4 dimensions .*got 5", k=tensor(1, 2, 5, 4, 64)),
     bad("float32", TypeError, r"q must be torch\.float16 or torch\.bfloat16, got torch\.float32",
         q=tensor(2, 7, 4, 64, dtype=torch.float32)),
+    bad("fp8", TypeError, r"k must be torch\.float16 or torch\.bfloat16, got torch\.float8_e4m3fn",
+        k=tensor(2, 5, 4, 64, dtype=torch.float8_e4m3fn)),
     bad("int", TypeError, r"v must be torch\.float16 or torch\.bfloat16, got torch\.int32",
         v=tensor(2, 5, 4, 64, dtype=torch.int32)),
     bad("k of another dtype", TypeError, r"k must have the dtype of q \(torch\.bfloat16\), got torch\.float16",
