@@ -68,6 +68,16 @@ def test_every_combination_is_right_or_refused_by_name(
         assert len(result) == 3 and result[2].numel() == 0
 
 
+@pytest.mark.parametrize("window, fits", [((29, -1), True), ((28, -1), False), ((-1, 19), True), ((-1, 18), False)])
+def test_windows_are_served_up_to_the_key_that_they_hide(window, fits, generator):
+    q, k, v = Case(20, 30, 64).tensors("cpu", generator)
+    if fits:
+        assert torch.equal(cute_fa.flash_attn_func(q, k, v, window_size=window), cute_fa.forward(q, k, v))
+        return
+    with pytest.raises(NotImplementedError, match="window_size must leave all 30 keys in sight"):
+        cute_fa.flash_attn_func(q, k, v, window_size=window)
+
+
 def test_arguments_by_position_and_without_meaning(generator):
     q, k, v = Case(20, 30, 64).tensors("cpu", generator)
     expected = cute_fa.forward(q, k, v, causal=True, softmax_scale=0.1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cute_fa
+from cute_fa.compat.transformers import attention, mask
 
 transformers = pytest.importorskip("transformers", reason="an extra: pip install 'cute_fa[transformers]'")
 
@@ -164,6 +165,17 @@ def test_windows_that_hide_nothing_are_served():
         logits(model, "cute_fa", tokens_of(1, 24))
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_layer_asks_for_its_window_itself(is_causal):
+    """transformers counts the query's own key: a window of 23 is one of 22 to the left."""
+    q = torch.zeros(1, 2, 23, 64, dtype=torch.bfloat16)
+    options = {"attention_mask": None, "is_causal": is_causal}
+    o, _ = attention(torch.nn.Module(), q, q, q, sliding_window=23, **options)
+    assert o.shape == (1, 23, 2, 64)
+    with pytest.raises(NotImplementedError, match=r"window_size must leave all 23 keys .*got \(21, "):
+        attention(torch.nn.Module(), q, q, q, sliding_window=22, **options)
+
+
 def test_training_needs_a_backward():
     model = build("Llama")
     model.set_attn_implementation("cute_fa")
@@ -194,8 +206,6 @@ def test_a_mask_for_more_queries_than_keys_is_refused():
 
 def test_long_patterns_are_looked_at_in_pieces():
     from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_overlay
-
-    from cute_fa.compat.transformers import mask
 
     def window(size):
         return and_masks(sliding_window_overlay(size), causal_mask_function)
