@@ -6,6 +6,10 @@ import torch
 
 from cute_fa.problem import NO_OPTIONS, ScoreOptions
 
+reads_lengths = torch.compiler.disable(
+    reason="cute_fa: the host reads the lengths of sequences, until there is a kernel that reads them"
+)
+
 
 def score_options(window_size, softcap, alibi_slopes) -> ScoreOptions:
     """flash-attn's arguments as an object, without one where they are off."""

@@ -6,6 +6,7 @@ import torch
 
 from cute_fa.compat.arguments import (
     contiguous_rows,
+    reads_lengths,
     require_bool,
     require_dims,
     require_int,
@@ -19,6 +20,7 @@ from cute_fa.problem import VECTOR, AttentionProblem
 from cute_fa.varlen import forward_varlen
 
 
+@reads_lengths
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -44,7 +46,7 @@ def flash_attn_with_kvcache(
 
     Every member of the batch is a launch of its own, pages are copied together, and the host reads the lengths: the
     call waits for the device and can't be captured in a CUDA graph, unless cache_seqlens is an int or None and nothing
-    else is a tensor on the GPU.
+    else is a tensor on the GPU. It breaks a graph of torch.compile.
 
     Args:
         q: (B, S_q, H, D).

@@ -8,6 +8,7 @@ import torch
 
 from cute_fa.compat.arguments import (
     contiguous_rows,
+    reads_lengths,
     refuse_dropout,
     require_bool,
     require_dims,
@@ -21,6 +22,7 @@ from cute_fa.problem import AttentionProblem
 from cute_fa.varlen import forward_varlen
 
 
+@reads_lengths
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -42,7 +44,7 @@ def flash_attn_varlen_func(
     """flash-attn's function of this name, argument by argument (2.8). Without gradients.
 
     Every sequence is a launch of its own on slices, without padding; the host reads the lengths for it, so the call
-    waits for the device and can't be captured in a CUDA graph.
+    waits for the device, can't be captured in a CUDA graph, and breaks a graph of torch.compile.
 
     Args:
         q: (total_q, H, D); k, v: (total_k, H_kv, D), or with a block_table (num_blocks, page_size, H_kv, D).

@@ -124,3 +124,16 @@ def test_misuse_is_refused_by_name_before_a_launch(change, exception, match, gen
     with pytest.raises(exception, match=match):
         cute_fa.flash_attn_varlen_func(**arguments)
     assert not launches
+
+
+def test_compiled_it_breaks_the_graph_and_says_why(generator):
+    torch._dynamo.reset()
+    arguments = packed(LENGTHS, generator)
+
+    def call(q, *others):
+        return cute_fa.flash_attn_varlen_func(q * 2, *others, causal=True) + 1
+
+    assert torch.equal(torch.compile(call, backend="eager")(*arguments), call(*arguments))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="cute_fa: the host reads the lengths of sequences"):
+        torch.compile(call, backend="eager", fullgraph=True)(*arguments)
