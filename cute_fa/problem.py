@@ -284,9 +284,9 @@ def check_out_memory(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: tor
         raise ValueError(f"out must have at most 2**24 elements between positions, got strides {strides}")
     if _overlaps_itself(out):
         raise ValueError(f"out must have a place for each element, got shape {_shape(out)} with strides {strides}")
-    first, end = _memory_range(out)
+    first, end = out.data_ptr(), out.data_ptr() + memory_bytes(out)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        other_first, other_end = _memory_range(tensor)
+        other_first, other_end = tensor.data_ptr(), tensor.data_ptr() + memory_bytes(tensor)
         if first < other_end and other_first < end:
             raise ValueError(
                 f"out must not share memory with {name}, which is read while out is written; their addresses "
@@ -306,12 +306,12 @@ def _window_sides(window_size) -> tuple[int, int]:
     return left, right
 
 
-def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and of the one after the last; equal for a tensor without elements."""
+def memory_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last; 0 for a tensor without elements."""
     if not tensor.numel():
-        return 0, 0
+        return 0
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    return (last + 1) * tensor.element_size()
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -73,6 +73,24 @@ def test_misuse_is_refused_by_name(tensors, out, exception, match):
     assert all(torch.equal(one, other) for one, other in zip((q, k_large, v), before, strict=True))
 
 
+def test_a_known_kind_of_tensor_is_checked_again(tensors):
+    """The second call with known shapes still looks at addresses and gradients."""
+    q, k, v = tensors
+    whole = torch.zeros(3, *q.shape, dtype=q.dtype, device=q.device)
+    whole[0] = q
+    expected = cute_fa.forward(whole[0], k, v, out=whole[2]).clone()
+    assert torch.equal(cute_fa.forward(whole[0], k, v, out=whole[1]), expected)
+    with pytest.raises(ValueError, match="out must not share memory with q"):
+        cute_fa.forward(whole[0], k, v, out=whole[0])
+    with pytest.raises(ValueError, match="out must not share memory with q"):
+        cute_fa.forward(whole[0], k, v, out=whole.flatten()[64:][: q.numel()].view(q.shape))
+    with pytest.raises(ValueError, match="out must start at an address"):
+        cute_fa.forward(whole[0], k, v, out=whole[1:].flatten()[4:][: q.numel()].view(q.shape))
+    with pytest.raises(ValueError, match="out must not require gradients"):
+        cute_fa.forward(whole[0], k, v, out=torch.empty_like(q).requires_grad_())
+    assert torch.equal(cute_fa.forward(whole[0], k, v, out=whole[1]), expected)
+
+
 def test_neighbours_in_one_tensor_that_do_not_interleave(tensors):
     q, k, v = tensors
     whole = torch.empty(4, 70, 2, 64, dtype=CASE.dtype, device=q.device)
