@@ -39,7 +39,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Out:
-    """A kind of tensor for o that passed every check but that of its address; bytes from the first element to the last."""
+    """A kind of tensor for o, checked but for its address; bytes are from the first element to the end of the last."""
 
     out_bytes: int
     input_bytes: tuple[int, int, int]
