@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from torch import Tensor
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 
-import torch
-
-from cute_fa.arch import arch_of_capability
-from cute_fa.emulator import DEFAULT_ARCH, emulated_launch
-from cute_fa.ladder import select
-from cute_fa.launch import get_launch
-from cute_fa.problem import MAX_ROW_STRIDE, VECTOR, AttentionProblem, check_no_grad, check_pointer
+from cute_fa import ops  # registers torch.ops.cute_fa.forward
+from cute_fa.plan import run
+from cute_fa.problem import NO_OPTIONS, AttentionProblem, ScoreOptions, check_no_grad, check_out
 from layouts import SmemLayout
+
+BACKWARDS = ("sdpa",)
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
+    backward: str | None = None,
+    options: ScoreOptions = NO_OPTIONS,
     kernel: str = "auto",
     layout: str | SmemLayout | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softmax_scale * q k^T) v, for each batch and head.
 
     Tensors on a GPU run on it, on the current stream. Tensors on the CPU run through the emulator: the
     compiled kernel, instruction by instruction, with its races and stray accesses found; slow, for small
-    problems.
+    problems. Under torch.compile, torch.export and for fake tensors it is the operator ``torch.ops.cute_fa.forward``.
 
     Args:
         q: (B, S_q, H, D), fp16 or bf16, last dimension contiguous, any other strides; D is 64 or 128.
@@ -39,103 +41,54 @@ def forward(
         causal: query i sees keys up to i + S_k - S_q: the last query sees the last key.
         softmax_scale: greater than 0 (2**-126 to 2**64); 1 / sqrt(D) when None.
         return_lse: also return the log-sum-exp of the scaled scores.
+        out: a tensor that o is written into, of q's shape, dtype and device, with rows at multiples of 16 bytes, and
+            no memory shared with q, k or v.
+        backward: None: inputs that require gradients are refused. "sdpa": autograd goes back through PyTorch's
+            scaled_dot_product_attention, which computes the attention again. lse has no gradient.
+        options: a sliding window, softcap, ALiBi slopes, sinks, a bias; what no kernel has yet is refused by name.
         kernel: a rung of the ladder ("kernel1", ...), or "auto" for the best.
         layout: another shared-memory layout for that kernel, by its name in the catalog or as a value.
 
     Returns:
-        o (B, S_q, H, D), contiguous, dtype and device of q; with ``return_lse`` also lse (B, H, S_q), fp32,
-        natural logarithm. A query that sees no key has o = 0 and lse = -inf.
+        o (B, S_q, H, D), dtype and device of q, contiguous, or ``out``; with ``return_lse`` also lse (B, H, S_q),
+        fp32, natural logarithm. A query that sees no key has o = 0 and lse = -inf.
 
     Raises:
         TypeError, ValueError: before anything is launched, naming the argument and what is allowed.
+        NotImplementedError: likewise, for what is planned.
         EmulationError: on the CPU, a fault of the kernel, or more work than the emulator should be given.
     """
-    plan = _plan_for(q, k, v, causal, return_lse, kernel, layout)
-    problem = plan.problem
-    scale = problem.softmax_scale(softmax_scale)
-    o = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = None
-    if return_lse:
-        shape = (problem.batch, problem.num_heads, problem.seqlen_q)
-        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    if plan.launch is None:
-        o.zero_()
-        if lse is not None:
-            lse.fill_(-torch.inf)
+    if (
+        backward is not None
+        or type(q) is not Tensor
+        or type(k) is not Tensor
+        or type(v) is not Tensor
+        or is_compiling()
+        or _len_torch_dispatch_stack()
+        or _get_tracing_state() is not None
+    ):
+        o, lse = _run_by_operator(q, k, v, causal, softmax_scale, return_lse, out, backward, options, kernel, layout)
     else:
-        if plan.awkward:
-            q, k, v = (_with_plain_strides(tensor) for tensor in (q, k, v))
-        if problem.device.type == "cpu" or problem.device.index == torch.cuda.current_device():
-            plan.launch(q, k, v, o, lse, scale)
-        else:
-            with torch.cuda.device(problem.device):
-                plan.launch(q, k, v, o, lse, scale)
+        o, lse = run(q, k, v, causal, softmax_scale, return_lse, out, options, kernel, layout)
     return (o, lse) if return_lse else o
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What a call with certain shapes, strides and options does; checked and chosen once."""
-
-    problem: AttentionProblem
-    launch: Callable | None  # None: no query or no key, nothing to launch
-    awkward: bool  # whether q, k or v has strides that the kernels can't take
-
-
-_MAX_PLANS = 4096
-_plans: dict[tuple, _Plan] = {}
-
-
-def _plan_for(q, k, v, causal, return_lse, kernel, layout) -> _Plan:
-    """The plan of a call: looked up by everything it depends on but the pointers, else made."""
-    try:
-        key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype)
-        # By identity, since 1 == True: what is no bool must reach the checks.
-        flags = (causal is True, causal is False, return_lse is True, return_lse is False)
-        key += (q.device, k.device, v.device, flags, kernel, layout)
-        plan = _plans.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        plan = None  # something that is no dense tensor or can't be hashed; the checks name it
-    if plan is None:
-        plan = _make_plan(q, k, v, causal, return_lse, kernel, layout)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-        return plan
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_pointer(name, tensor)
-        check_no_grad(name, tensor)
-    return plan
-
-
-def _make_plan(q, k, v, causal, return_lse, kernel, layout) -> _Plan:
-    problem = AttentionProblem.from_tensors(q, k, v, causal=causal, return_lse=return_lse)
-    if problem.device.type == "cuda":
-        arch = arch_of_capability(torch.cuda.get_device_capability(problem.device))
-    elif problem.device.type == "cpu":
-        arch = DEFAULT_ARCH
-    else:
-        raise ValueError(f"q, k and v must be on a CUDA device or the CPU, got {problem.device}")
-    rung, config = select(problem, arch, kernel, layout)
-    awkward = any(_is_awkward(tensor.stride()) for tensor in (q, k, v))
-    launch = None
-    if q.numel() and problem.seqlen_k:
-        if problem.device.type == "cpu":
-            launch = emulated_launch(problem.static, rung, config, arch)
-        else:
-            with torch.cuda.device(problem.device):
-                launch = get_launch(problem, rung, config, arch)
-    return _Plan(problem, launch, awkward)
-
-
-def _is_awkward(strides: tuple[int, ...]) -> bool:
-    """Whether some row starts off a 16-byte boundary, or rows lie too far apart."""
-    return any(stride % VECTOR for stride in strides[:3]) or strides[1] > MAX_ROW_STRIDE
-
-
-def _with_plain_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with strides that the kernels take: a view if only extents of 1 are in the way."""
-    strides = [stride if extent > 1 else VECTOR for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    if _is_awkward(strides):
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.as_strided(tensor.shape, (*strides[:3], 1))
+def _run_by_operator(q, k, v, causal, softmax_scale, return_lse, out, backward, options, kernel, layout):
+    """``run`` through the dispatcher; what the operator's schema can't say is checked here."""
+    problem = AttentionProblem.from_shapes(q, k, v, causal=causal, return_lse=return_lse, options=options)
+    problem.softmax_scale(softmax_scale)
+    if backward not in (None, *BACKWARDS):
+        raise ValueError(f"backward must be None or {' or '.join(map(repr, BACKWARDS))}, got {backward!r}")
+    if backward is None or out is not None:
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            check_no_grad(name, tensor)
+    if not isinstance(kernel, str):
+        raise TypeError(f"kernel must be the name of a kernel, got {type(kernel).__name__}")
+    if not isinstance(layout, str | None):
+        raise TypeError(f"layout must be a name of the catalog or None for an operator, got {type(layout).__name__}")
+    if out is not None:
+        check_out(out, q)
+    o, lse = ops.forward(q, k, v, problem.causal, softmax_scale, return_lse, kernel, layout)
+    if out is not None:
+        o = out.copy_(o)
+    return o, lse

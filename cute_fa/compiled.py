@@ -3,7 +3,9 @@
 A kernel is compiled once for a (rung, static part of the problem, configuration, architecture); lengths,
 batch, heads and strides are run-time values. Compiled kernels are kept in memory, and as object files in
 a directory that later processes load from: ``CUTE_FA_CACHE_DIR``, else ``$XDG_CACHE_HOME/cute_fa``, else
-``~/.cache/cute_fa``. A directory that can't be written costs compile time, nothing else.
+``~/.cache/cute_fa``. A file's name is the digest of all that its kernel depends on: the sources, the versions of the
+compiler, the architecture. A directory that can't be written or is full costs compile time, nothing else; a file
+that is damaged is compiled anew.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from cute_fa.problem import VECTOR, VECTOR_BYTES, StaticProblem
 
 _CUTE_DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 _EXPORTED_NAME = "cute_fa_forward"
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
 _compile_lock = threading.RLock()  # the DSL traces into process-wide state
 _in_memory: dict[tuple, Callable] = {}
 
@@ -58,7 +61,7 @@ def get_compiled(static: StaticProblem, rung: Rung, config: KernelConfig, arch: 
             compiled = _load_object(path)
             if compiled is None:
                 compiled = _compile(static, rung, config, arch, "--enable-tvm-ffi --generate-line-info")
-                _store(path, lambda name, fresh=compiled: fresh.export_to_c(name, function_name=_EXPORTED_NAME))
+                _store(path, functools.partial(_export_object, compiled))
                 compiled = _load_object(path) or compiled  # what is loaded is called with less overhead
             _in_memory[key] = compiled
         return _in_memory[key]
@@ -130,8 +133,20 @@ def _name(kernel, name: str) -> None:
     kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
+def _export_object(compiled, name: str) -> None:
+    """Writes the object file and behind it a checksum, which linkers don't look at."""
+    compiled.export_to_c(name, function_name=_EXPORTED_NAME)
+    with open(name, "r+b") as file:
+        file.write(hashlib.sha256(file.read()).digest())
+
+
 def _load_object(path: Path) -> Callable | None:
-    if not path.exists():
+    try:
+        contents = path.read_bytes()
+    except OSError:
+        return None
+    body, checksum = contents[:-_CHECKSUM_BYTES], contents[-_CHECKSUM_BYTES:]
+    if hashlib.sha256(body).digest() != checksum:
         return None
     try:
         return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), _EXPORTED_NAME)
@@ -178,5 +193,10 @@ def _source_digest() -> str:
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    packages = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
-    return (*(importlib.metadata.version(package) for package in packages), platform.machine())
+    """What compiles: the DSL, the libraries that bring its compiler for one CUDA or another, and the calling layer."""
+    found = [platform.machine()]
+    libraries = (f"nvidia-cutlass-dsl-libs-{variant}" for variant in ("base", "core", "cu12", "cu13"))
+    for package in ("nvidia-cutlass-dsl", *libraries, "apache-tvm-ffi"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return tuple(found)

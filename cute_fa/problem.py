@@ -7,6 +7,7 @@ import numbers
 from dataclasses import dataclass
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
@@ -28,6 +29,59 @@ class StaticProblem:
 
 
 @dataclass(frozen=True)
+class ScoreOptions:
+    """What changes the scores besides their scale and the causal mask; the defaults change nothing.
+
+    Names and meanings are those of flash-attn 2.8. Query i is at position p = i + S_k - S_q, so that the last query
+    stands at the last key.
+
+    Args:
+        window_size: (left, right): the query sees keys p - left to p + right; -1 is no bound on a side.
+        softcap: above 0, softcap tanh(s / softcap) takes the place of every scaled score s.
+        alibi_slopes: (H,) or (B, H), fp32: -slope |p - j| is added to the score of key j.
+        sinks: (H,), a logit of each head that joins the sum under every row's softmax.
+        attn_bias: broadcast to (B, H, S_q, S_k): added to the scores, or bool with False where a key is hidden.
+    """
+
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    attn_bias: torch.Tensor | None = None
+
+    def resolved_causal(self, causal: bool, seqlen_q: int, seqlen_k: int) -> bool:
+        """Whether the problem is causal, once a window that does no more than that is taken away.
+
+        Raises:
+            TypeError, ValueError: a window that is no pair of lengths, a softcap that is no number of 0 or more.
+            NotImplementedError: an option that no kernel of the ladder has.
+        """
+        for name in ("alibi_slopes", "sinks", "attn_bias"):
+            if (value := getattr(self, name)) is not None:
+                raise NotImplementedError(f"{name} must be None: it is planned, not supported yet, got {_brief(value)}")
+        if isinstance(self.softcap, bool) or not isinstance(self.softcap, float | int):
+            raise TypeError(f"softcap must be a number, got {_brief(self.softcap)}")
+        if not self.softcap >= 0.0:
+            raise ValueError(f"softcap must be 0 (off) or more, got {self.softcap}")
+        if self.softcap != 0.0:
+            raise NotImplementedError(f"softcap must be 0 (off): it is planned, not supported yet, got {self.softcap}")
+        left, right = _window_sides(self.window_size)
+        causal = causal or right == 0
+        cuts_left = left != -1 and left < seqlen_k - 1
+        cuts_right = right != -1 and not causal and right < seqlen_q - 1
+        if cuts_left or cuts_right:
+            raise NotImplementedError(
+                f"window_size must leave all {seqlen_k} keys in sight: left -1 or at least {max(seqlen_k - 1, 0)}, "
+                f"right -1, 0 or at least {max(seqlen_q - 1, 0)}; shorter ones are planned, not supported yet, got "
+                f"{self.window_size}"
+            )
+        return causal
+
+
+NO_OPTIONS = ScoreOptions()
+
+
+@dataclass(frozen=True)
 class AttentionProblem:
     """Attention of q (B, S_q, H, D) over k and v (B, S_k, H_kv, D)."""
 
@@ -46,17 +100,39 @@ class AttentionProblem:
     def static(self) -> StaticProblem:
         return StaticProblem(self.dtype, self.head_dim, self.causal, self.return_lse)
 
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        return self.batch, self.num_heads, self.seqlen_q
+
     @staticmethod
-    def from_tensors(q, k, v, *, causal: bool = False, return_lse: bool = False) -> AttentionProblem:
+    def from_tensors(
+        q, k, v, *, causal: bool = False, return_lse: bool = False, options: ScoreOptions = NO_OPTIONS
+    ) -> AttentionProblem:
         """Checks the tensors and describes the problem.
 
         Raises:
             TypeError: an argument is not a tensor or a bool, or has an unsupported or different dtype.
             ValueError: shapes, strides, devices, alignment or gradients that attention can't take.
+            NotImplementedError: an option that no kernel has.
         """
+        problem = AttentionProblem.from_shapes(q, k, v, causal=causal, return_lse=return_lse, options=options)
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            _check_memory(name, tensor)
+            check_no_grad(name, tensor)
+        problem._check_limits()
+        return problem
+
+    @staticmethod
+    def from_shapes(
+        q, k, v, *, causal: bool = False, return_lse: bool = False, options: ScoreOptions = NO_OPTIONS
+    ) -> AttentionProblem:
+        """``from_tensors`` for tensors that hold no data yet, whose extents may be symbols: no pointer, gradient or
+        largest extent is looked at."""
         tensors = {"q": q, "k": k, "v": v}
         for name, tensor in tensors.items():
             _check_tensor(name, tensor)
+        if not isinstance(options, ScoreOptions):
+            raise TypeError(f"options must be a cute_fa.ScoreOptions, got {type(options).__name__}")
         for name, flag in {"causal": causal, "return_lse": return_lse}.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} must be True or False, got {flag!r}")
@@ -87,21 +163,22 @@ class AttentionProblem:
             raise ValueError(
                 f"q must have a number of heads that is a multiple of k's and v's ({num_heads_kv}), got {num_heads}"
             )
-        if num_heads * head_dim > MAX_ROW_STRIDE:
-            raise ValueError(
-                f"q must have at most 2**24 elements a position (heads times head dimension), got "
-                f"{num_heads * head_dim}"
-            )
-        for name, seqlen in (("q", seqlen_q), ("k", seqlen_k)):
-            if seqlen > MAX_SEQLEN:
-                raise ValueError(f"{name} must have a sequence length of at most 2**30, got {seqlen}")
-        if batch * num_heads * seqlen_q > MAX_CTAS:
-            raise ValueError(
-                f"q must have at most 2**31 - 1 rows over batch, sequence and heads, got {batch * num_heads * seqlen_q}"
-            )
+        causal = options.resolved_causal(causal, seqlen_q, seqlen_k)
         return AttentionProblem(
             batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, q.dtype, q.device, causal, return_lse
         )
+
+    def _check_limits(self) -> None:
+        """Extents beyond which positions or offsets leave int32 in a kernel."""
+        row = self.num_heads * self.head_dim
+        if row > MAX_ROW_STRIDE:
+            raise ValueError(f"q must have at most 2**24 elements a position (heads times head dimension), got {row}")
+        for name, seqlen in (("q", self.seqlen_q), ("k", self.seqlen_k)):
+            if seqlen > MAX_SEQLEN:
+                raise ValueError(f"{name} must have a sequence length of at most 2**30, got {seqlen}")
+        rows = self.batch * self.num_heads * self.seqlen_q
+        if rows > MAX_CTAS:
+            raise ValueError(f"q must have at most 2**31 - 1 rows over batch, sequence and heads, got {rows}")
 
     def softmax_scale(self, scale) -> float:
         """The scale of the scores: the caller's, or 1 / sqrt(D) for None.
@@ -113,7 +190,7 @@ class AttentionProblem:
         """
         if scale is None:
             return 1.0 / math.sqrt(self.head_dim)
-        if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        if not isinstance(scale, float) and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
             raise TypeError(f"softmax_scale must be a float or None, got {type(scale).__name__}")
         if not 2.0**-126 <= scale <= 2.0**64:
             raise ValueError(f"softmax_scale must be greater than 0, from 2**-126 to 2**64, got {scale}")
@@ -125,8 +202,6 @@ def _check_tensor(name: str, tensor) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.is_nested or tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
-    if tensor.is_neg():
-        raise TypeError(f"{name} must not be a lazily negated view; call .resolve_neg() on it")
     if tensor.dtype not in DTYPES:
         raise TypeError(f"{name} must be {_either(DTYPES)}, got {tensor.dtype}")
     if tensor.dim() != 4:
@@ -139,12 +214,17 @@ def _check_tensor(name: str, tensor) -> None:
             f"{name} must have a contiguous last dimension (stride 1), got strides {tuple(tensor.stride())}; "
             f"call .contiguous() on it"
         )
-    check_pointer(name, tensor)
-    check_no_grad(name, tensor)
 
 
-def check_pointer(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError unless the first element lies on a 16-byte boundary."""
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raises unless the tensor's own values lie in memory, from a 16-byte boundary on."""
+    if is_functorch_wrapped_tensor(tensor):
+        raise NotImplementedError(
+            f"{name} must not be inside torch.vmap or another transform of torch.func, got a tensor that is: fold the "
+            f"mapped dimension into the batch"
+        )
+    if tensor.is_neg():
+        raise TypeError(f"{name} must not be lazily negated, got such a view; call .resolve_neg() on it")
     if tensor.data_ptr() % VECTOR_BYTES:
         raise ValueError(
             f"{name} must start at an address that is a multiple of {VECTOR_BYTES} bytes, got one that is off by "
@@ -153,12 +233,102 @@ def check_pointer(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_no_grad(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError if autograd would record this tensor: there is no backward."""
+    """Raises ValueError if autograd would record this tensor and nobody said how to go back."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name} must not require gradients: cute_fa has a forward only, no backward. Call it under "
-            f"torch.no_grad(), or pass {name}.detach()"
+            f"{name} must not require gradients, got requires_grad=True: cute_fa has a forward only, no backward of "
+            f"its own. Call it under torch.no_grad(), pass {name}.detach(), or ask cute_fa.forward for "
+            f'backward="sdpa", which recomputes through PyTorch'
         )
+
+
+def check_out(out, q: torch.Tensor) -> None:
+    """Checks what the caller wants o (B, S_q, H, D) in, against a q that was checked.
+
+    Raises:
+        TypeError: not a dense tensor, or not of q's dtype.
+        ValueError: another shape or device, or gradients.
+    """
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out must be a torch.Tensor or None, got {type(out).__name__}")
+    if out.layout != torch.strided:
+        raise TypeError(f"out must be a dense (strided) tensor, got layout {out.layout}")
+    if out.dtype != q.dtype:
+        raise TypeError(f"out must have the dtype of q ({q.dtype}), got {out.dtype}")
+    if out.shape != q.shape:
+        raise ValueError(f"out must have the shape of q {_shape(q)}, got {_shape(out)}")
+    if out.device != q.device:
+        raise ValueError(f"out must be on the device of q ({q.device}), got a tensor on {out.device}")
+    if out.requires_grad:
+        raise ValueError(
+            "out must not require gradients, got requires_grad=True: what is written into it has no backward"
+        )
+
+
+def check_out_memory(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Checks where the elements of an ``out`` lie that passed ``check_out``.
+
+    Raises:
+        TypeError: a lazily negated view.
+        NotImplementedError: inside a transform of torch.func.
+        ValueError: strides or an address that a kernel can't write, or memory that is shared with an input. Memory
+            is taken from the first to the last element: views of one tensor that interleave count as shared.
+    """
+    _check_memory("out", out)
+    strides = out.stride()
+    if strides[3] != 1:
+        raise ValueError(f"out must have a contiguous last dimension (stride 1), got strides {strides}")
+    if any(extent > 1 and stride % VECTOR for extent, stride in zip(out.shape, strides[:3], strict=False)):
+        raise ValueError(f"out must have strides that are multiples of {VECTOR} elements, got {strides}")
+    if out.shape[1] > 1 and strides[1] > MAX_ROW_STRIDE:
+        raise ValueError(f"out must have at most 2**24 elements between positions, got strides {strides}")
+    if _overlaps_itself(out):
+        raise ValueError(f"out must have a place for each element, got shape {_shape(out)} with strides {strides}")
+    first, end = out.data_ptr(), out.data_ptr() + memory_bytes(out)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        other_first, other_end = tensor.data_ptr(), tensor.data_ptr() + memory_bytes(tensor)
+        if first < other_end and other_first < end:
+            raise ValueError(
+                f"out must not share memory with {name}, which is read while out is written; their addresses "
+                f"{first:#x} to {end:#x} and {other_first:#x} to {other_end:#x} overlap"
+            )
+
+
+def _window_sides(window_size) -> tuple[int, int]:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(f"window_size must be a pair (left, right), got {_brief(window_size)}")
+    left, right = window_size
+    for side in (left, right):
+        if isinstance(side, bool) or not isinstance(side, int):
+            raise TypeError(f"window_size must hold integers, got {window_size}")
+        if side < -1:
+            raise ValueError(f"window_size must hold lengths of 0 or more, or -1 for no bound, got {window_size}")
+    return left, right
+
+
+def memory_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last; 0 for a tensor without elements."""
+    if not tensor.numel():
+        return 0
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether dimensions in the order of their strides reach into one another."""
+    reach = 0
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1:
+            if stride <= reach:
+                return True
+            reach += (extent - 1) * stride
+    return False
+
+
+def _brief(value) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {_shape(value)}"
+    return repr(value)
 
 
 def _either(options) -> str:

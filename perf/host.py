@@ -79,9 +79,15 @@ def _call_records() -> list[dict]:
     calls = {
         "forward": functools.partial(cute_fa.forward, q, k, v),
         "forward, return_lse": functools.partial(cute_fa.forward, q, k, v, return_lse=True),
+        "forward, out=": functools.partial(cute_fa.forward, q, k, v, out=torch.empty_like(q)),
+        "flash_attn_func": functools.partial(cute_fa.flash_attn_func, q, k, v),
+        "torch.ops.cute_fa.forward": functools.partial(
+            torch.ops.cute_fa.forward.default, q, k, v, False, None, False, "auto", None
+        ),
         "launch alone": functools.partial(compiled, q, k, v, torch.empty_like(q), None, problem.softmax_scale(None)),
         "sdpa": functools.partial(scaled_dot_product_attention, *heads_first),
     }
+    own = set(calls) - {"sdpa"}
     records = []
     try:
         calls["flash_attn_4"] = functools.partial(import_flash_attn_4(), q, k, v)
@@ -92,7 +98,6 @@ def _call_records() -> list[dict]:
         records = [{"name": "flash_attn_4", "kind": "peer", "reason": reason}]
     with torch.no_grad():
         times = host_us(calls)
-    own = {"forward", "forward, return_lse", "launch alone"}
     measured = [
         {"name": name, "kind": "rung" if name in own else "peer", **SMALL.as_record(), "us": us, "kernel": rung.name}
         for name, us in times.items()

@@ -9,6 +9,7 @@ from perf import results
 from perf.cases import Case
 from perf.claims import CLAIMS, Evidence
 from perf.counters import COUNTERS, STALL_MEANINGS, named_stalls
+from perf.features import FEATURES, PEERS, SOURCES
 from perf.inspect_table import DEFAULT_ARCHS
 from perf.output import cell, markdown_table
 from perf.profile_table import compared_rows, counter_rows, line_rows, sampled_rows, stall_rows
@@ -315,6 +316,14 @@ def _block(document: dict, headers: list[str], rows: list[list[str]], more: str 
     return f"{_caption(document)}{case}{more}.\n\n{markdown_table(headers, rows, **options)}"
 
 
+def features_table() -> str:
+    """What cute_fa and its peers can do; ours has tests, the peers' their documentation."""
+    rows = [[feature.name, feature.ours, *feature.peers] for feature in FEATURES]
+    sources = "; ".join(SOURCES)
+    table = markdown_table(["", "cute_fa", *PEERS], rows, text_columns=2 + len(PEERS))
+    return f"{table}\n\nOf the peers: {sources}; - is what these don't say."
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "ladder": ladder_table,
     "timing_bf16": lambda: timing_table("timing_bf16"),
@@ -338,6 +347,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "softmax": lambda: experiments_table("softmax"),
     "reads": lambda: experiments_table("reads"),
     "claims": claims_table,
+    "features": features_table,
 }
 
 

@@ -1,4 +1,4 @@
-"""The README's example runs, as it stands but for the device and the sizes."""
+"""The README's examples run, as they stand but for the device and the sizes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_example_runs_on_the_cpu():
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def test_examples_run_on_the_cpu():
+    code, companions = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     small = code.replace('"cuda"', '"cpu"').replace("4096", "70")
     assert small.count("70") == 2 and "cuda" not in small
     names: dict = {}
@@ -20,3 +20,6 @@ def test_example_runs_on_the_cpu():
     assert q.shape == (4, 70, 16, 128) and names["lse"].shape == (4, 16, 70)
     # Layouts move data, they don't change it.
     assert all(torch.equal(result, results[0]) for result in results)
+    exec(companions, names)
+    assert torch.equal(names["o"], results[0]) and torch.equal(names["o4"].transpose(1, 2), results[0])
+    assert q.grad.shape == q.shape and q.grad.any()

@@ -66,14 +66,27 @@ def test_digest_follows_source_and_versions(monkeypatch):
     assert len({before, edited, compiled._digest("x")}) == 3
 
 
-def test_a_damaged_file_is_replaced(cache, count_compiles, monkeypatch):
+def flip_a_bit(contents: bytes) -> bytes:
+    """One bit of the machine code, where no header would tell."""
+    middle = len(contents) // 2
+    return contents[:middle] + bytes([contents[middle] ^ 1]) + contents[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda _: b"", lambda _: b"not an object file", lambda contents: contents[:-100], flip_a_bit],
+    ids=["empty", "another file", "cut off", "one bit"],
+)
+def test_a_damaged_file_is_replaced(damage, cache, count_compiles, monkeypatch):
     get()
     (path,) = cache.glob("*.o")
     whole = path.stat().st_size
-    path.write_bytes(b"not an object file")
+    path.write_bytes(damage(path.read_bytes()))
     monkeypatch.setattr(compiled, "_in_memory", {})
     assert callable(get())
     assert len(count_compiles) == 2 and path.stat().st_size == whole
+    monkeypatch.setattr(compiled, "_in_memory", {})
+    assert callable(get()) and len(count_compiles) == 2
 
 
 @pytest.mark.parametrize("content", (b"", b"not an archive", b"PK\x03\x04 cut off"))
@@ -94,6 +107,32 @@ def test_a_directory_that_cannot_be_written_costs_only_time(tmp_path, monkeypatc
     assert compiled.get_artifacts(STATIC, LADDER[0], LADDER[0].config, "sm_80").ptx
 
 
+def test_a_full_disk_costs_only_time(cache):
+    """No file may grow beyond 1000 bytes, as at the end of a quota; what could not be written whole is gone."""
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); import torch; "
+        "from cute_fa.compiled import get_artifacts, get_compiled; from cute_fa.ladder import LADDER; "
+        "from cute_fa.problem import StaticProblem; rung = LADDER[0]; "
+        "arguments = (StaticProblem(torch.bfloat16, 64, True, False), rung, rung.config, 'sm_80'); "
+        "assert callable(get_compiled(*arguments)) and get_artifacts(*arguments).ptx; print('compiled')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip().endswith("compiled"), done.stderr
+    assert not list(cache.iterdir())
+
+
+def test_a_directory_that_may_only_be_read_costs_only_time(cache, count_compiles, monkeypatch):
+    cache.mkdir()
+
+    def refuse(*_arguments):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(compiled, "_export_object", refuse)  # for root, no mode of a directory forbids anything
+    cache.chmod(0o500)
+    assert callable(get()) and callable(get(arch="sm_80")) and len(count_compiles) == 2
+    assert not list(cache.iterdir())
+
+
 def test_no_half_written_file_is_left(cache):
     get()
     assert not [path for path in cache.iterdir() if path.name.startswith(".")]
@@ -107,7 +146,7 @@ def test_processes_that_start_together_agree(cache):
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(4)
     ]
     results = [process.communicate(timeout=120) for process in processes]
     assert all(out.strip().endswith("ok") for out, _ in results), results

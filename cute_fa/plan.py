@@ -1,0 +1,169 @@
+"""What a call does: looked up by the shapes and options of its arguments, or checked and chosen once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cute_fa.arch import arch_of_capability
+from cute_fa.emulator import DEFAULT_ARCH, emulated_launch
+from cute_fa.ladder import select
+from cute_fa.launch import get_launch
+from cute_fa.problem import (
+    MAX_ROW_STRIDE,
+    NO_OPTIONS,
+    VECTOR,
+    VECTOR_BYTES,
+    AttentionProblem,
+    ScoreOptions,
+    check_out,
+    check_out_memory,
+    memory_bytes,
+)
+from layouts import SmemLayout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call with certain shapes, strides and options does."""
+
+    problem: AttentionProblem
+    launch: Callable | None  # None: no query, no key or no memory behind the tensors: nothing to launch
+    awkward: bool  # whether q, k or v has strides that the kernels can't take
+    default_scale: float
+    device_index: int | None  # None: not a CUDA device
+    outs: dict[tuple, _Out]  # what was checked of the tensors that callers wanted o in, by shape and strides
+
+
+@dataclass(frozen=True)
+class _Out:
+    """A kind of tensor for o, checked but for its address; bytes are from the first element to the end of the last."""
+
+    out_bytes: int
+    input_bytes: tuple[int, int, int]
+    awkward: bool
+
+
+_MAX_PLANS = 4096
+_OFF = object()  # stands for NO_OPTIONS in keys: its hash is found sooner
+_plans: dict[tuple, Plan] = {}
+
+
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    options: ScoreOptions,
+    kernel: str,
+    layout: str | SmemLayout | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """o and lse (None unless asked for), as ``cute_fa.forward`` documents, with every check and no autograd."""
+    plan = _plan_for(q, k, v, causal, return_lse, options, kernel, layout)
+    scale = plan.default_scale if softmax_scale is None else plan.problem.softmax_scale(softmax_scale)
+    if out is None:
+        o = out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    else:
+        o = _writable(plan, out, q, k, v)
+    lse = None
+    if return_lse:
+        lse = torch.empty(plan.problem.lse_shape, dtype=torch.float32, device=q.device)
+    if plan.launch is None:
+        o.zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
+        return out, lse
+    if plan.awkward:
+        q, k, v = (_with_plain_strides(tensor) for tensor in (q, k, v))
+    if plan.device_index is None or plan.device_index == torch.cuda.current_device():
+        plan.launch(q, k, v, o, lse, scale)
+    else:
+        with torch.cuda.device(plan.device_index):
+            plan.launch(q, k, v, o, lse, scale)
+    return out, lse
+
+
+def _writable(plan: Plan, out, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The caller's tensor, checked, with strides that the kernels take."""
+    try:
+        key = (out.shape, out.stride(), out.dtype, out.device)
+        known = plan.outs.get(key)
+        if known is not None and not out.requires_grad:
+            first, end = out.data_ptr(), out.data_ptr() + known.out_bytes
+            inputs = zip((q.data_ptr(), k.data_ptr(), v.data_ptr()), known.input_bytes, strict=True)
+            if not first % VECTOR_BYTES and not any(first < start + size and start < end for start, size in inputs):
+                return _with_plain_strides(out) if known.awkward else out
+    except (AttributeError, TypeError, RuntimeError):
+        key = None  # no dense tensor; the checks name it
+    check_out(out, q)
+    check_out_memory(out, q, k, v)
+    if key is not None:
+        sizes = tuple(memory_bytes(tensor) for tensor in (q, k, v))
+        plan.outs[key] = _Out(memory_bytes(out), sizes, _is_awkward(out.stride()))
+    return _with_plain_strides(out)
+
+
+def _plan_for(q, k, v, causal, return_lse, options, kernel, layout) -> Plan:
+    """The plan of a call: looked up by everything it depends on but pointers and gradients, else made."""
+    try:
+        key = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            q.device, k.device, v.device,
+            # By identity, since 1 == True: what is no bool must reach the checks.
+            causal is True, causal is False, return_lse is True, return_lse is False,
+            _OFF if options is NO_OPTIONS else options, kernel, layout,
+        )  # fmt: skip
+        plan = _plans.get(key)
+        if (
+            plan is not None
+            and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES
+            and not ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
+        ):
+            return plan
+    except (AttributeError, TypeError, RuntimeError):
+        key = None  # something that is no dense tensor or can't be hashed; the checks name it
+    plan = _make_plan(q, k, v, causal, return_lse, options, kernel, layout)
+    if key is not None:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _make_plan(q, k, v, causal, return_lse, options, kernel, layout) -> Plan:
+    problem = AttentionProblem.from_tensors(q, k, v, causal=causal, return_lse=return_lse, options=options)
+    device = problem.device
+    if device.type == "cuda":
+        arch = arch_of_capability(torch.cuda.get_device_capability(device))
+    elif device.type in ("cpu", "meta"):
+        arch = DEFAULT_ARCH
+    else:
+        raise ValueError(f"q, k and v must be on a CUDA device, the CPU or meta, got {device}")
+    rung, config = select(problem, arch, kernel, layout)
+    awkward = any(_is_awkward(tensor.stride()) for tensor in (q, k, v))
+    launch = None
+    if q.numel() and problem.seqlen_k and device.type != "meta":
+        if device.type == "cpu":
+            launch = emulated_launch(problem.static, rung, config, arch)
+        else:
+            with torch.cuda.device(device):
+                launch = get_launch(problem, rung, config, arch)
+    return Plan(problem, launch, awkward, problem.softmax_scale(None), device.index, {})
+
+
+def _is_awkward(strides: tuple[int, ...]) -> bool:
+    """Whether some row starts off a 16-byte boundary, or rows lie too far apart."""
+    return any(stride % VECTOR for stride in strides[:3]) or strides[1] > MAX_ROW_STRIDE
+
+
+def _with_plain_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with strides that the kernels take: a view if only extents of 1 are in the way."""
+    strides = [stride if extent > 1 else VECTOR for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    if _is_awkward(strides):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.as_strided(tensor.shape, (*strides[:3], 1))

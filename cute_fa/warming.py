@@ -1,0 +1,91 @@
+"""Compile ahead what a service will call, so that no request waits for a compiler."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from cute_fa.api import forward
+from cute_fa.arch import arch_of_capability, get_arch
+from cute_fa.compiled import get_compiled
+from cute_fa.ladder import select
+from cute_fa.problem import DTYPES, HEAD_DIMS, AttentionProblem
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """A kernel that is ready: what it serves, and the seconds until it was (little if the disk cache had it)."""
+
+    kernel: str
+    arch: str
+    dtype: torch.dtype
+    head_dim: int
+    causal: bool
+    return_lse: bool
+    seconds: float
+
+
+def warmup(
+    *,
+    head_dim: int | Collection[int] = HEAD_DIMS,
+    dtype: torch.dtype | Collection[torch.dtype] = DTYPES,
+    causal: bool | Collection[bool] = (False, True),
+    return_lse: bool | Collection[bool] = (False, True),
+    kernel: str = "auto",
+    device: torch.device | str | int | None = None,
+    arch: str | None = None,
+) -> list[Warmed]:
+    """Makes every combination ready: compiled, in the disk cache, and with a device also loaded there and run once on
+    one token, so that a CUDA graph can capture it. Batch, lengths, heads and strides are not compiled for.
+
+    Args:
+        head_dim, dtype, causal, return_lse: one value or several; all that there are by default.
+        kernel: as in ``cute_fa.forward``.
+        device: a CUDA device; the current one when neither this nor ``arch`` is given.
+        arch: in place of a device, an architecture ("sm_90a") to compile for, where there may be no GPU.
+
+    Returns:
+        What is ready now, one entry a combination.
+
+    Raises:
+        TypeError, ValueError: an argument that ``cute_fa.forward`` refuses, or no device to warm up.
+    """
+    if arch is not None and device is not None:
+        raise ValueError(f"arch must be None with a device, got arch {arch!r} and device {device!r}")
+    if arch is None:
+        device = _cuda_device(device)
+        arch = arch_of_capability(torch.cuda.get_device_capability(device))
+    get_arch(arch)
+    warmed = []
+    for choice in itertools.product(*map(_as_tuple, (dtype, head_dim, causal, return_lse))):
+        start = time.perf_counter()
+        a_dtype, a_head_dim, is_causal, with_lse = choice
+        token = torch.zeros(1, 1, 1, a_head_dim, dtype=a_dtype, device="meta" if device is None else device)
+        problem = AttentionProblem.from_tensors(token, token, token, causal=is_causal, return_lse=with_lse)
+        rung, config = select(problem, arch, kernel)
+        if device is None:
+            get_compiled(problem.static, rung, config, arch)
+        else:
+            forward(token, token, token, causal=is_causal, return_lse=with_lse, kernel=kernel)
+        warmed.append(Warmed(rung.name, arch, *choice, time.perf_counter() - start))
+    return warmed
+
+
+def _cuda_device(device) -> torch.device:
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"device must be a CUDA device, got {device!r}, and none is visible to PyTorch; name an arch to compile "
+            f"without one"
+        )
+    device = torch.device("cuda" if device is None else device)
+    if device.type != "cuda":
+        raise ValueError(f"device must be a CUDA device, got {device}")
+    return device
+
+
+def _as_tuple(value) -> tuple:
+    return (value,) if isinstance(value, str) or not isinstance(value, Collection) else tuple(value)

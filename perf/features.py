@@ -1,0 +1,136 @@
+"""What cute_fa can do beside its peers: one record a feature, with the tests that stand behind our entry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PEERS = ("SDPA", "cuDNN", "flash-attn", "FlexAttention")
+# What the peers' entries were taken from; "-" is what these don't say.
+SOURCES = (
+    "docs.pytorch.org/docs/2.13: torch.nn.functional.scaled_dot_product_attention, nn.attention.bias, "
+    "nn.attention.flex_attention",
+    "docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html (cuDNN 9.18)",
+    "github.com/Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py of 2.8",
+    "github.com/huggingface/transformers: modeling_utils.py of 5.24",
+)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the table.
+
+    Args:
+        name: the feature.
+        ours: "yes", "refused", or in a few words how far.
+        tests: of ours, "file::function" below tests/cute_fa; of what is refused, that it is.
+        peers: what each of ``PEERS`` has, in that order.
+    """
+
+    name: str
+    ours: str
+    tests: tuple[str, ...]
+    peers: tuple[str, str, str, str]
+
+
+_MATRIX = "compat/test_flash_attn_func.py::test_every_combination_is_right_or_refused_by_name"
+_REFUSED = "compat/test_flash_attn_func.py::test_misuse_is_refused_by_name"
+_SDPA = "compat/test_scaled_dot_product_attention.py"
+_VARLEN = "compat/test_flash_attn_varlen_func.py"
+_KVCACHE = "compat/test_flash_attn_with_kvcache.py"
+_GPU = "test_citizenship_gpu.py"
+_TRANSFORMERS = "compat/test_transformers.py"
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("fp16, bf16", "yes", (_MATRIX, "test_forward_gpu.py::test_matches_reference"), ("yes",) * 4),
+    Feature("fp8", "refused", ("test_errors.py::test_bad_input_is_refused_by_name",), ("-", "yes", "no", "yes")),
+    Feature("head dimension", "64, 128", (_MATRIX,), ("any", "to 256", "to 256", "-")),
+    Feature("grouped heads", "yes", (_MATRIX, f"{_SDPA}::test_like_pytorch"), ("yes",) * 4),
+    Feature(
+        "causal, last query at last key",
+        "yes",
+        (_MATRIX, f"{_SDPA}::test_causal_biases"),
+        ("causal_lower_right", "yes", "yes", "mask_mod"),
+    ),
+    Feature(
+        "causal, first query at first key",
+        "in its SDPA",
+        (f"{_SDPA}::test_like_pytorch",),
+        ("yes", "yes", "no", "mask_mod"),
+    ),
+    Feature("sliding window", "if it hides no key", (_MATRIX,), ("attn_mask", "yes", "yes", "mask_mod")),
+    Feature("softcap", "refused", (_MATRIX,), ("no", "-", "yes", "score_mod")),
+    Feature("ALiBi", "refused", (_REFUSED,), ("attn_mask", "yes", "yes", "score_mod")),
+    Feature(
+        "bias or mask as a tensor",
+        "refused",
+        (f"{_SDPA}::test_misuse_is_refused_by_name",),
+        ("yes", "yes", "no", "score_mod"),
+    ),
+    Feature("log-sum-exp", "yes", (_MATRIX,), ("no", "yes", "yes", "yes")),
+    Feature(
+        "packed sequences of any lengths",
+        "a launch each",
+        (f"{_VARLEN}::test_each_sequence_is_right", f"{_VARLEN}::test_sequences_do_not_see_one_another"),
+        ("nested tensors", "yes", "yes", "mask_mod"),
+    ),
+    Feature(
+        "KV cache, appended in place, rotary",
+        "a launch a member",
+        (f"{_KVCACHE}::test_appends_and_attends", f"{_KVCACHE}::test_rotary"),
+        ("no", "-", "yes", "no"),
+    ),
+    Feature(
+        "paged KV cache",
+        "pages are copied",
+        (f"{_KVCACHE}::test_pages_give_the_same_and_are_written", f"{_VARLEN}::test_pages_give_the_same"),
+        ("no", "yes", "yes", "-"),
+    ),
+    Feature(
+        "into the caller's tensor (out=)",
+        "yes",
+        ("test_out.py::test_writes_into_the_callers_tensor",),
+        ("no", "yes", "no", "no"),
+    ),
+    Feature(
+        "gradients",
+        "through SDPA",
+        ("test_backward.py::test_gradients_are_those_of_float64", f"{_GPU}::test_inductor_goes_back_through_sdpa"),
+        ("yes",) * 4,
+    ),
+    Feature("dropout", "refused", (_REFUSED,), ("yes", "yes", "yes", "no")),
+    Feature(
+        "torch.compile without breaks, export",
+        "yes",
+        (
+            "test_operator.py::test_compiles_without_breaks_for_any_lengths",
+            "test_operator.py::test_exports_with_dynamic_lengths",
+            f"{_GPU}::test_inductor_compiles_without_breaks",
+        ),
+        ("yes", "-", "yes", "yes"),
+    ),
+    Feature(
+        "CUDA graphs",
+        "yes",
+        (f"{_GPU}::test_a_cuda_graph_replays_without_memory_of_its_own", f"{_GPU}::test_inductor_with_cuda_graphs"),
+        ("-",) * 4,
+    ),
+    Feature(
+        "an attention of transformers",
+        "yes",
+        (
+            f"{_TRANSFORMERS}::test_prefill",
+            f"{_TRANSFORMERS}::test_generation_with_a_cache",
+            f"{_TRANSFORMERS}::test_padding_in_a_batch",
+        ),
+        ("yes", "no", "yes", "yes"),
+    ),
+    Feature(
+        "the GPU's kernel on a CPU, with its races found",
+        "yes",
+        (
+            "test_forward_cpu.py::test_matches_reference_and_emulator",
+            "emulator/test_planted_faults.py::test_missing_barrier",
+        ),
+        ("no",) * 4,
+    ),
+)

@@ -1,0 +1,136 @@
+"""flash_attn_func: flash-attn's arguments, each right or refused by name."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import pytest
+import torch
+
+import cute_fa
+from tests.cases import Case
+from tests.cute_fa.compat.reference import assert_matches
+
+WINDOWS = {"full": (-1, -1), "no future": (-1, 0), "all": (69, 60), "left": (16, -1), "both": (16, 16)}
+MATRIX = list(
+    itertools.product(
+        (torch.float16, torch.bfloat16),
+        (32, 64, 96, 128, 256),
+        (False, True),
+        WINDOWS,
+        (0.0, 30.0),
+        (1, 4),
+        (False, True),
+    )
+)
+
+
+def served(head_dim, window, softcap) -> bool:
+    return head_dim in (64, 128) and window in ("full", "no future", "all") and not softcap
+
+
+def test_signature_is_that_of_flash_attn():
+    """Names, order and defaults of flash-attn 2.8.3; what is ours behind them is by keyword only."""
+    parameters = inspect.signature(cute_fa.flash_attn_func).parameters.values()
+    positional = [(one.name, one.default) for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert positional == [
+        *((name, inspect.Parameter.empty) for name in "qkv"),
+        ("dropout_p", 0.0),
+        ("softmax_scale", None),
+        ("causal", False),
+        ("window_size", (-1, -1)),
+        ("softcap", 0.0),
+        ("alibi_slopes", None),
+        ("deterministic", False),
+        ("return_attn_probs", False),
+    ]
+    assert [one.name for one in parameters if one.kind is one.KEYWORD_ONLY] == ["backward"]
+
+
+@pytest.mark.parametrize("dtype, head_dim, causal, window, softcap, heads_kv, with_lse", MATRIX)
+def test_every_combination_is_right_or_refused_by_name(
+    dtype, head_dim, causal, window, softcap, heads_kv, with_lse, generator
+):
+    case = Case(61, 70, head_dim, dtype=dtype, num_heads=4, num_heads_kv=heads_kv)
+    q, k, v = case.tensors("cpu", generator)
+    options = {"causal": causal, "window_size": WINDOWS[window], "softcap": softcap}
+    if not served(head_dim, window, softcap):
+        with pytest.raises(
+            (ValueError, NotImplementedError), match=r"^(q|window_size|softcap) must .*not supported yet"
+        ):
+            cute_fa.flash_attn_func(q, k, v, **options, return_attn_probs=with_lse)
+        return
+    result = cute_fa.flash_attn_func(q, k, v, **options, return_attn_probs=with_lse)
+    o, lse = (result[0], result[1][0]) if with_lse else (result, None)
+    assert_matches(q[0], k[0], v[0], o[0], lse, **options)
+    if with_lse:
+        assert len(result) == 3 and result[2].numel() == 0
+
+
+@pytest.mark.parametrize("window, fits", [((29, -1), True), ((28, -1), False), ((-1, 19), True), ((-1, 18), False)])
+def test_windows_are_served_up_to_the_key_that_they_hide(window, fits, generator):
+    q, k, v = Case(20, 30, 64).tensors("cpu", generator)
+    if fits:
+        assert torch.equal(cute_fa.flash_attn_func(q, k, v, window_size=window), cute_fa.forward(q, k, v))
+        return
+    with pytest.raises(NotImplementedError, match="window_size must leave all 30 keys in sight"):
+        cute_fa.flash_attn_func(q, k, v, window_size=window)
+
+
+def test_arguments_by_position_and_without_meaning(generator):
+    q, k, v = Case(20, 30, 64).tensors("cpu", generator)
+    expected = cute_fa.forward(q, k, v, causal=True, softmax_scale=0.1)
+    assert torch.equal(cute_fa.flash_attn_func(q, k, v, 0.0, 0.1, True, (-1, -1), 0.0, None, True), expected)
+
+
+def test_a_last_dimension_that_is_not_contiguous_is_copied(generator):
+    q, k, v = Case(20, 30, 64).tensors("cpu", generator)
+    turned = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in (q, k, v)]
+    assert torch.equal(cute_fa.flash_attn_func(*turned), cute_fa.forward(q, k, v))
+
+
+def test_gradients_on_request(generator):
+    q, k, v = Case(20, 30, 64).tensors("cpu", generator)
+    q.requires_grad_()
+    with pytest.raises(ValueError, match="q must not require gradients"):
+        cute_fa.flash_attn_func(q, k, v)
+    cute_fa.flash_attn_func(q, k, v, causal=True, backward="sdpa").sum().backward()
+    assert q.grad.any()
+
+
+def test_compiles_without_breaks(generator):
+    torch._dynamo.reset()
+    q, k, v = Case(20, 30, 64).tensors("cpu", generator)
+    call = torch.compile(lambda q, k, v: cute_fa.flash_attn_func(q, k, v, causal=True), fullgraph=True, backend="eager")
+    assert torch.equal(call(q, k, v), cute_fa.forward(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize(
+    "options, exception, match",
+    [
+        ({"dropout_p": 0.1}, NotImplementedError, r"dropout_p must be 0\.0: .*got 0\.1"),
+        ({"dropout_p": None}, TypeError, r"dropout_p must be a number, got NoneType"),
+        (
+            {"alibi_slopes": torch.ones(2)},
+            NotImplementedError,
+            r"alibi_slopes must be None: .*got a tensor of shape \(2",
+        ),
+        ({"softcap": -1.0}, ValueError, r"softcap must be 0 \(off\) or more, got -1\.0"),
+        ({"softcap": "x"}, TypeError, r"softcap must be a number, got 'x'"),
+        ({"softcap": float("nan")}, ValueError, r"softcap must be .*got nan"),
+        ({"window_size": 5}, TypeError, r"window_size must be a pair \(left, right\), got 5"),
+        ({"window_size": (3, 2.0)}, TypeError, r"window_size must hold integers, got \(3, 2\.0\)"),
+        ({"window_size": (3, -2)}, ValueError, r"window_size must hold lengths of 0 or more, or -1"),
+        (
+            {"window_size": (28, 0)},
+            NotImplementedError,
+            r"window_size must leave all 30 keys.*at least 29.*got \(28, 0\)",
+        ),
+        ({"return_attn_probs": 1}, TypeError, r"return_attn_probs must be True or False, got 1"),
+        ({"causal": 0}, TypeError, r"causal must be True or False, got 0"),
+    ],
+)
+def test_misuse_is_refused_by_name(options, exception, match, generator):
+    with pytest.raises(exception, match=match):
+        cute_fa.flash_attn_func(*Case(20, 30, 64).tensors("cpu", generator), **options)
