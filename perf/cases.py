@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -51,6 +52,11 @@ class Case:
 
         return draw(self.S_q, self.H), draw(self.S_k, self.H_kv), draw(self.S_k, self.H_kv)
 
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V, each read once."""
+        return 2 * self.B * self.S_k * self.H_kv * self.D * DTYPES[self.dtype].itemsize
+
     def as_record(self) -> dict:
         """The fields under the names that results files use."""
         return asdict(self)
@@ -59,6 +65,36 @@ class Case:
         seqlen = f"S={self.S_q}" if self.S_q == self.S_k else f"S_q={self.S_q} S_k={self.S_k}"
         heads = f"H={self.H}" if self.H_kv == self.H else f"H={self.H} H_kv={self.H_kv}"
         return f"{self.dtype} B={self.B} {seqlen} {heads} D={self.D} {'causal' if self.causal else 'full'}"
+
+
+@dataclass(frozen=True)
+class CaseSet:
+    """Cases that are timed together.
+
+    Args:
+        help: what they stand for.
+        cases: dtype -> the cases.
+        cold_l2: whether L2 is emptied of the data before each call, as between the layers of a model.
+    """
+
+    help: str
+    cases: Callable[[str], list[Case]]
+    cold_l2: bool = False
+
+
+def _decode_cases(dtype: str) -> list[Case]:
+    sizes = [(B, S_k) for B in (1, 4, 16, 64) for S_k in (4096, 8192, 32768, 131072) if B * S_k <= 2**21]
+    return [Case(dtype, B, 1, S_k, 32, 8, 128, False) for B, S_k in sizes]
+
+
+def _gqa_cases(dtype: str) -> list[Case]:
+    return [Case(dtype, 1, S, S, 64, 8, 128, causal) for S in (2048, 8192, 16384) for causal in (False, True)]
+
+
+SETS: dict[str, CaseSet] = {
+    "decode": CaseSet("one query, 32 heads on 8 of K and V, D=128, a cold L2", _decode_cases, cold_l2=True),
+    "gqa": CaseSet("B=1, 64 heads on 8 of K and V, D=128", _gqa_cases),
+}
 
 
 def seqlen_pair(text: str) -> tuple[int, int]:
@@ -86,6 +122,8 @@ def add_static_arguments(parser: argparse.ArgumentParser) -> None:
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that choose the problems to time."""
     add_static_arguments(parser)
+    described = "; ".join(f"{name}: {case_set.help}" for name, case_set in SETS.items())
+    parser.add_argument("--set", choices=SETS, help=f"these cases, in place of all other choices of cases; {described}")
     parser.add_argument(
         "--seqlen", type=seqlen_pair, nargs="+", metavar="S|S_qxS_k", help=f"default: {', '.join(map(str, SEQLENS))}"
     )
@@ -111,6 +149,8 @@ def cases_from(args: argparse.Namespace) -> list[Case]:
     Raises:
         ValueError: H is not a multiple of H_kv.
     """
+    if args.set:
+        return SETS[args.set].cases(args.dtype)
     cases = []
     for head_dim in args.head_dim:
         heads = args.heads or max(1, MODEL_DIM // head_dim)

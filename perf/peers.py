@@ -1,4 +1,4 @@
-"""What the rungs are held against: attention that others ship, and the rate of a large matrix product."""
+"""What the rungs are held against: attention that others ship."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from perf.cases import DTYPES, Case
+from perf.cases import Case
 from perf.contestants import Contestant, Unavailable
-
-MATMUL_SIZE = 8192
 
 
 def _prepare_sdpa(backend: SDPBackend):
@@ -80,9 +78,3 @@ PEERS: dict[str, Contestant] = {
         Contestant("flash_attn_4", "peer", _prepare_flash_attn_4),
     )
 }
-
-
-def matmul_call(dtype: str, device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
-    """A square matrix product of random normal data, as a call, and its floating-point operations."""
-    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=DTYPES[dtype]) for _ in range(2))
-    return lambda: a @ b, 2 * MATMUL_SIZE**3

@@ -44,6 +44,8 @@ EVIDENCE: tuple[Step, ...] = (
     Step("timing_bf16", ("time", "--dtype", "bf16"), 2),
     Step("timing_fp16", ("time", "--dtype", "fp16"), 2),
     Step("timing_bf16_d64", ("time", "--dtype", "bf16", "--head-dim", "64"), 2),
+    Step("timing_gqa", ("time", "--set", "gqa"), 2),
+    Step("timing_decode", ("time", "--set", "decode"), 2),
     Step("host", ("host",), 1.5),
     Step("bank_table", ("banks",), 2),
     Step("emulation", ("emulate",), 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from cute_fa.ladder import LADDER, Rung
@@ -17,6 +18,7 @@ from perf.profile_table import compared_rows, counter_rows, line_rows, sampled_r
 NOT_MEASURED = "_Not measured yet: `python -m perf all` on a GPU machine fills this in._"
 NOT_COMPILED = "_Not compiled yet: `python -m perf all` fills this in; it needs no GPU for this one._"
 FLASH = "sdpa_flash"
+BEST_MMA_SYNC = next(rung for rung in reversed(LADDER) if rung.min_arch == (8, 0) and rung.max_rows is None)
 LADDER_CASE = {"D": 128, "S_q": 4096, "S_k": 4096, "causal": False}
 CASE_KEYS = ("S_q", "S_k", "causal")
 
@@ -50,28 +52,70 @@ def timing_table(what: str) -> str:
     blocks = []
     for document in _documents(what):
         records = [record for record in document["records"] if record["kind"] != "ceiling"]
-        names = list(dict.fromkeys(record["name"] for record in records))
+        peers = list(dict.fromkeys(record["name"] for record in records if record["kind"] == "peer"))
         best = next((record["name"] for record in records if record.get("auto")), LADDER[-1].name)
-        pairs = dict.fromkeys([(LADDER[1].name, LADDER[0].name), (best, FLASH)])
+        # Of the rungs the first two, and the best of all and of those that any card runs.
+        names = list(dict.fromkeys([LADDER[0].name, LADDER[1].name, BEST_MMA_SYNC.name, best, *peers]))
         cases: dict[tuple, dict] = {}
         for record in records:
             cases.setdefault(tuple(record[key] for key in CASE_KEYS), {})[record["name"]] = record
-        rows = []
+        rows, ratios = [], []
         for (seqlen_q, seqlen_k, causal), by_name in cases.items():
+            tflops = {name: record["tflops"] for name, record in by_name.items() if "tflops" in record}
+            fastest = max((tflops[name] for name in peers if name in tflops), default=None)
+            ratios.append([
+                _quotient(tflops.get(LADDER[1].name), tflops.get(LADDER[0].name)),
+                _quotient(tflops.get(BEST_MMA_SYNC.name), tflops.get(FLASH)),
+                _quotient(tflops.get(best), fastest),
+            ])  # fmt: skip
             rows.append([
                 str(seqlen_q) if seqlen_q == seqlen_k else f"{seqlen_q}x{seqlen_k}",
                 "causal" if causal else "full",
-                *(cell(by_name.get(name, {}).get("tflops"), ".1f") for name in names),
-                *(_ratio(by_name, top, base) for top, base in pairs),
+                *(cell(tflops.get(name), ".1f") for name in names),
+                *(cell(ratio, ".2f") for ratio in ratios[-1]),
                 _largest_rung_error(by_name),
                 cell(by_name.get(FLASH, {}).get("error"), ".1e"),
             ])  # fmt: skip
-        headers = ["S", "mask", *names, *(f"{top} / {base}" for top, base in pairs), "rungs' error", "SDPA's error"]
+        means = [_geometric_mean(column) for column in zip(*ratios, strict=True)]
+        rows.append(["mean", "geometric", *[""] * len(names), *(cell(mean, ".2f") for mean in means), "", ""])
+        headers = ["S", "mask", *names, f"{LADDER[1].name} / {LADDER[0].name}", f"{BEST_MMA_SYNC.name} / {FLASH}"]
+        headers += [f"{best} / best peer", "rungs' error", "SDPA's error"]
         first = records[0]
         ceilings = [record for record in document["records"] if record["kind"] == "ceiling"]
         ceiling = "".join(f"; {r['name']} in the same run: {r['tflops']:.0f} TFLOP/s" for r in ceilings)
         case = f"TFLOP/s, {first['dtype']}, D={first['D']}, H={first['H']}, B·S={first['B'] * first['S_k']}"
         blocks.append(f"{_caption(document)}; {case}{ceiling}.\n\n{markdown_table(headers, rows, text_columns=2)}")
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
+def decode_table() -> str:
+    """Decoding: TB/s of K and V, read once, of the rung that "auto" takes and its peers."""
+    blocks = []
+    for document in _documents("timing_decode"):
+        records = [record for record in document["records"] if record["kind"] != "ceiling"]
+        peers = list(dict.fromkeys(record["name"] for record in records if record["kind"] == "peer"))
+        best = next((record["name"] for record in records if record.get("auto")), LADDER[-1].name)
+        cases: dict[tuple, dict] = {}
+        for record in records:
+            cases.setdefault((record["B"], record["S_k"]), {})[record["name"]] = record
+        rows, ratios = [], []
+        for (batch, seqlen_k), by_name in cases.items():
+            rates = {name: record["kv_tbps"] for name, record in by_name.items() if "kv_tbps" in record}
+            fastest = max((rates[name] for name in peers if name in rates), default=None)
+            ratios.append(_quotient(rates.get(best), fastest))
+            rows.append([
+                str(batch),
+                str(seqlen_k),
+                *(cell(rates.get(name), ".2f") for name in (best, *peers)),
+                cell(ratios[-1], ".2f"),
+            ])  # fmt: skip
+        rows.append(["mean", "geometric", *[""] * (1 + len(peers)), cell(_geometric_mean(ratios), ".2f")])
+        first = records[0]
+        case = (
+            f"TB/s of K and V, S_q=1, H={first['H']}, H_kv={first['H_kv']}, D={first['D']}, {first['dtype']}, cold L2"
+        )
+        table = markdown_table(["B", "S_k", best, *peers, f"{best} / best peer"], rows, text_columns=2)
+        blocks.append(f"{_caption(document)}; {case}.\n\n{table}")
     return "\n\n".join(blocks) or NOT_MEASURED
 
 
@@ -329,6 +373,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "timing_bf16": lambda: timing_table("timing_bf16"),
     "timing_fp16": lambda: timing_table("timing_fp16"),
     "timing_bf16_d64": lambda: timing_table("timing_bf16_d64"),
+    "timing_gqa": lambda: timing_table("timing_gqa"),
+    "decode": decode_table,
     "resources": resources_table,
     "host": host_table,
     "tests": tests_table,
@@ -366,6 +412,15 @@ def _caption(document: dict) -> str:
 def _short(commit: str) -> str:
     digits, *dirty = commit.split("-")
     return "-".join([digits[:12], *dirty])
+
+
+def _quotient(top: float | None, bottom: float | None) -> float | None:
+    return top / bottom if top and bottom else None
+
+
+def _geometric_mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value]
+    return math.exp(sum(map(math.log, known)) / len(known)) if known else None
 
 
 def _ratio(by_name: dict[str, dict], name: str, base: str) -> str:

@@ -13,12 +13,13 @@ from cute_fa.ladder import LADDER, select
 from cute_fa.reference import flops
 from layouts.arguments import positive_int
 from perf import inspect_table, results
-from perf.cases import Case, add_case_arguments, cases_from, is_default_set
+from perf.cases import SETS, Case, add_case_arguments, cases_from, is_default_set
+from perf.ceilings import MATMUL_SIZE, matmul_call, mma_call
 from perf.contestants import Contestant, Unavailable, add_rung_arguments, rungs_from
 from perf.correctness import ErrorCheck
 from perf.emulation import emulated_records, wavefront_table
 from perf.output import add_output_arguments, cell, emit, plain_table, progress, wants_tables
-from perf.peers import MATMUL_SIZE, PEERS, SDPA_FLASH, matmul_call
+from perf.peers import PEERS, SDPA_FLASH
 from perf.resources import resources_of
 from perf.timing import time_interleaved
 
@@ -54,10 +55,11 @@ def main(args: argparse.Namespace) -> int:
             status = status or int(faulty)
         return status
 
-    ceiling = _ceiling_record(args)
-    records, failures = [ceiling], []
+    ceilings = _ceiling_records(args)
+    records, failures = [*ceilings], []
     if wants_tables(args):
-        print(f"{results.device_name()}: {ceiling['name']} {ceiling['tflops']:.0f} TFLOP/s ({args.dtype})\n")
+        rates = ", ".join(f"{ceiling['name']} {ceiling['tflops']:.0f} TFLOP/s" for ceiling in ceilings)
+        print(f"{results.device_name()}: {rates} ({args.dtype})\n")
     for index, case in enumerate(cases):
         progress(f"[{index + 1}/{len(cases)}] {case}")
         case_records = _time_case(case, args)
@@ -103,18 +105,28 @@ def _default_path(args):
     """The evidence's file for the default set; all other choices share one, so that they don't replace it."""
     rungs_are_default = args.layout is None and len(args.kernels) == len(LADDER) and len(args.peers) == len(PEERS)
     what = "custom"
-    if is_default_set(args) and rungs_are_default and not args.cold_l2 and args.repeats is None:
+    if args.set:
+        what = f"timing_{args.set}"
+    elif is_default_set(args) and rungs_are_default and not args.cold_l2 and args.repeats is None:
         head_dim = args.head_dim[0]
         what = f"timing_{args.dtype}" + (f"_d{head_dim}" if head_dim != 128 else "")
     return results.results_path(results.device_name(), what)
 
 
-def _ceiling_record(args) -> dict:
-    name = f"matmul_{MATMUL_SIZE}"
-    call, operations = matmul_call(args.dtype, _device())
-    timing = time_interleaved({name: call}, budget_s=0.5)[name]
-    tflops = operations / timing.ms / 1e9
-    return {"name": name, "kind": "ceiling", "dtype": args.dtype, **asdict(timing), "tflops": tflops}
+def _ceiling_records(args) -> list[dict]:
+    made = {f"matmul_{MATMUL_SIZE}": matmul_call, "mma_sync": mma_call}
+    made = {name: make(args.dtype, _device()) for name, make in made.items()}
+    timings = time_interleaved({name: call for name, (call, _) in made.items()}, budget_s=0.5)
+    return [
+        {
+            "name": name,
+            "kind": "ceiling",
+            "dtype": args.dtype,
+            **asdict(timings[name]),
+            "tflops": operations / timings[name].ms / 1e9,
+        }
+        for name, (_, operations) in made.items()
+    ]
 
 
 def _time_case(case: Case, args) -> list[dict]:
@@ -132,7 +144,8 @@ def _time_case(case: Case, args) -> list[dict]:
         else:
             errors[contestant.label] = check.error(calls[contestant.label]())
     allowed = check.allowed(_flash_error(case, q, k, v, check, errors))
-    timings = time_interleaved(calls, budget_s=CASE_BUDGET_S, repeats=args.repeats, cold_l2=args.cold_l2)
+    cold_l2 = args.cold_l2 or (args.set in SETS and SETS[args.set].cold_l2)
+    timings = time_interleaved(calls, budget_s=CASE_BUDGET_S, repeats=args.repeats, cold_l2=cold_l2)
 
     operations = flops(case.problem(device))
     records = []
@@ -144,7 +157,8 @@ def _time_case(case: Case, args) -> list[dict]:
             record["reason"] = reasons[contestant.label]
         else:
             timing, error = timings[contestant.label], errors[contestant.label]
-            record |= {**asdict(timing), "tflops": operations / timing.ms / 1e9, "cold_l2": args.cold_l2}
+            record |= {**asdict(timing), "tflops": operations / timing.ms / 1e9, "cold_l2": cold_l2}
+            record["kv_tbps"] = case.kv_bytes / timing.ms / 1e9
             record |= {"error": error, "error_allowed": allowed, "correct": error <= allowed}
         records.append(record)
     return records
