@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "experiments": "perf.experiments.command",
     "plots": "perf.plots",
     "tests": "perf.suite",
+    "sanitize": "perf.sanitize",
     "all": "perf.evidence",
     "tables": "perf.tables",
 }
@@ -51,5 +52,6 @@ EVIDENCE: tuple[Step, ...] = (
     Step("emulation", ("emulate",), 2),
     Step("profile", ("profile",), 2),
     Step("experiments", ("experiments",), 1.5),
+    Step("sanitizer", ("sanitize",), 2),
     Step("tests", ("tests",), 6),
 )
