@@ -15,6 +15,21 @@ from layouts import CATALOG, PLAIN, SWIZZLE_333, SmemLayout
 
 
 @dataclass(frozen=True)
+class Tuned:
+    """A configuration for some problems: a head dimension, a mask or None for both, a most of queries or None."""
+
+    config: KernelConfig | Sm90Config
+    head_dim: int
+    causal: bool | None = None
+    max_seqlen_q: int | None = None
+
+    def serves(self, head_dim: int, causal: bool, seqlen_q: int | None) -> bool:
+        """Whether it is meant for a problem; ``seqlen_q`` None is one of many queries."""
+        many = self.max_seqlen_q is not None and (seqlen_q is None or seqlen_q > self.max_seqlen_q)
+        return head_dim == self.head_dim and self.causal in (None, causal) and not many
+
+
+@dataclass(frozen=True)
 class Rung:
     """One step of the ladder.
 
@@ -25,7 +40,7 @@ class Rung:
         min_arch: lowest compute capability that runs it, as (major, minor).
         changed: what this rung changes against the one before, and what should follow.
         max_arch: highest compute capability that runs it; None if every later one does.
-        by_head_dim: pairs of a head dimension and the configuration that takes the place of ``config`` there.
+        tuned: configurations that take the place of ``config`` for some problems; the first that serves one does.
         splits_keys: whether the kernel takes (workspace, num_splits) and merges its splits by a second kernel.
         max_rows: "auto" takes this rung before all others for at most so many queries times heads that share one
             head of K and V, and never for more; None: for any number.
@@ -37,7 +52,7 @@ class Rung:
     min_arch: tuple[int, int]
     changed: str
     max_arch: tuple[int, int] | None = None
-    by_head_dim: tuple[tuple[int, KernelConfig | Sm90Config], ...] = ()
+    tuned: tuple[Tuned, ...] = ()
     splits_keys: bool = False
     max_rows: int | None = None
 
@@ -46,9 +61,12 @@ class Rung:
         capability = get_arch(arch).capability
         return self.min_arch <= capability and (self.max_arch is None or capability <= self.max_arch)
 
-    def config_for(self, head_dim: int, layout: SmemLayout | None = None) -> KernelConfig | Sm90Config:
-        """The configuration at a head dimension, with the caller's layout if there is one."""
-        config = dict(self.by_head_dim).get(head_dim, self.config)
+    def config_for(
+        self, head_dim: int, causal: bool = False, seqlen_q: int | None = None, layout: SmemLayout | None = None
+    ) -> KernelConfig | Sm90Config:
+        """The configuration for a problem (of many queries if ``seqlen_q`` is None), with the caller's layout."""
+        served = (tuned.config for tuned in self.tuned if tuned.serves(head_dim, causal, seqlen_q))
+        config = next(served, self.config)
         return config if layout is None else replace(config, layout=layout)
 
 
@@ -150,9 +168,12 @@ LADDER: tuple[Rung, ...] = (
         name="kernel11",
         kernel=Sm90Overlapped,
         config=_SM90_PERSISTENT,
-        by_head_dim=(
-            (64, replace(_SM90_PERSISTENT, tile_m=192, num_stages=3)),
-            (256, replace(_SM90_PERSISTENT, tile_n=80)),
+        tuned=(
+            # Under a mask a tile of 192 rows wastes more, which few keys don't make up for (crossover measured on an
+            # H200 between 1024 and 2048).
+            Tuned(replace(_SM90_PERSISTENT, num_stages=3), head_dim=64, causal=True, max_seqlen_q=1024),
+            Tuned(replace(_SM90_PERSISTENT, tile_m=192, num_stages=3), head_dim=64),
+            Tuned(replace(_SM90_PERSISTENT, tile_n=80), head_dim=256),
         ),
         changed="One CTA an SM takes tile after tile, long and short ones balanced, and begins the next before it has "
         "stored the last. Tiles by head dimension.",
@@ -221,7 +242,7 @@ def select(
         rungs = [rung for rung in reversed(LADDER) if rung.runs_on(arch) and rows <= (rung.max_rows or rows)]
         rungs.sort(key=lambda rung: rung.max_rows is None)
     for rung in rungs:
-        config = rung.config_for(problem.head_dim, layout)
+        config = rung.config_for(problem.head_dim, problem.causal, problem.seqlen_q, layout)
         try:
             rung.kernel.check(problem.head_dim, config, arch)
             return rung, config

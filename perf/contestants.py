@@ -45,8 +45,12 @@ class Contestant:
 
     @property
     def config(self) -> KernelConfig:
-        """What a rung is compiled with here."""
+        """What a rung is compiled with here, unless the problem has a configuration of its own."""
         return self.rung.config if self.layout is None else replace(self.rung.config, layout=self.layout)
+
+    def config_for(self, head_dim: int, causal: bool, seqlen_q: int | None = None) -> KernelConfig:
+        """What a rung is compiled with for a problem, of many queries if ``seqlen_q`` is None."""
+        return self.rung.config_for(head_dim, causal, seqlen_q, self.layout)
 
 
 def rung_contestant(rung: Rung, layout: SmemLayout | None = None) -> Contestant:

@@ -59,9 +59,10 @@ def main(args: argparse.Namespace) -> int:
 def inspect_record(contestant: Contestant, static: StaticProblem, dtype: str, arch: str) -> dict:
     """One rung compiled for one architecture; a ``reason`` where it can't be built."""
     record = {"name": contestant.name, "kind": "rung", "arch": arch, "dtype": dtype, "D": static.head_dim}
-    record |= {"causal": static.causal, "layout": contestant.config.layout.name, "config": str(contestant.config)}
+    config = contestant.config_for(static.head_dim, static.causal)
+    record |= {"causal": static.causal, "layout": config.layout.name, "config": str(config)}
     try:
-        return record | resources_of(static, contestant.rung, contestant.config, arch).as_record()
+        return record | resources_of(static, contestant.rung, config, arch).as_record()
     except ValueError as error:
         return record | {"reason": str(error)}
 

@@ -177,13 +177,14 @@ def _flash_error(case, q, k, v, check: ErrorCheck, errors: dict[str, float]) -> 
 def _rung_fields(contestant: Contestant, case: Case, device: torch.device) -> dict:
     arch = arch_of_capability(torch.cuda.get_device_capability(device))
     chosen, _ = select(case.problem(device), arch)
+    config = contestant.config_for(case.D, case.causal, case.S_q)
     fields = {
-        "layout": contestant.config.layout.name,
-        "config": str(contestant.config),
+        "layout": config.layout.name,
+        "config": str(config),
         "auto": contestant.layout is None and contestant.rung.name == chosen.name,
     }
     try:
-        return fields | resources_of(case.static, contestant.rung, contestant.config, arch).as_record()
+        return fields | resources_of(case.static, contestant.rung, config, arch).as_record()
     except ValueError:
         return fields  # it can't be built; the attempt to call it has recorded why
 

@@ -120,7 +120,7 @@ def test_nothing_is_written_outside_the_output(kernel, generator):
     static = StaticProblem(case.dtype, 64, case.causal, return_lse=True)
     rung = KERNELS[kernel]
     arch = arch_of_capability(torch.cuda.get_device_capability())
-    launch = get_compiled(static, rung, rung.config_for(64), arch)
+    launch = get_compiled(static, rung, rung.config_for(64, case.causal, case.seqlen_q), arch)
     launch(q, k, v, o_all[inside_o], lse_all[inside_lse][None], 64**-0.5)
     assert torch.equal(o_all[inside_o], expected[0]) and torch.equal(lse_all[inside_lse][None], expected[1])
     o_all[inside_o], lse_all[inside_lse] = 7.0, 7.0

@@ -26,9 +26,9 @@ def artifacts(rung, head_dim=128, causal=True, config=None):
     return get_artifacts(static, rung, config or rung.config_for(head_dim), "sm_90a")
 
 
-def problem(head_dim=128):
-    q = torch.zeros(1, 8, 2, head_dim, dtype=torch.bfloat16)
-    return AttentionProblem.from_tensors(q, q, q)
+def problem(head_dim=128, seqlen=4096, causal=False):
+    q = torch.zeros(1, 1, 2, head_dim, dtype=torch.bfloat16).expand(1, seqlen, 2, head_dim)
+    return AttentionProblem.from_tensors(q, q, q, causal=causal)
 
 
 # --- choice ------------------------------------------------------------------------------------------------
@@ -51,8 +51,11 @@ def test_auto_takes_the_best_kernel_that_takes_the_layout():
         assert layout is None or config.layout == layout
 
 
-def test_head_dimensions_have_their_own_tiles():
+def test_problems_have_their_own_tiles():
     assert select(problem(64), "sm_90a")[1].tile_m == 192
+    assert select(problem(64, 2048, causal=True), "sm_90a")[1].tile_m == 192
+    assert select(problem(64, 1024, causal=True), "sm_90a")[1].tile_m == 128
+    assert select(problem(64, 1024), "sm_90a")[1].tile_m == 192
     assert select(problem(128), "sm_90a")[1].tile_m == 128
     assert select(problem(64), "sm_90a", layout=HARDWARE_LAYOUTS[2])[1].layout == HARDWARE_LAYOUTS[2]
 
