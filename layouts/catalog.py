@@ -26,6 +26,10 @@ SWIZZLE_133 = SmemLayout("SWIZZLE_133", (8, 64), (64, 1), Swizzle(1, 3, 3))
 ATOM_64B = SmemLayout("ATOM_64B", (8, 32), (32, 1), Swizzle(2, 3, 3))
 ATOM_32B = SmemLayout("ATOM_32B", (8, 16), (16, 1), Swizzle(1, 3, 3))
 
+# What they know as no swizzle: blocks of eight rows of one vector. A column of vectors is one run of memory, so
+# that ldmatrix has no conflicts, but a row is scattered: 16 bytes here, 16 bytes there.
+ATOM_16B = SmemLayout("ATOM_16B", (8, 8), (8, 1))
+
 # Swizzles put on row-major rows without an atom. The shift has to follow the length of the row: 3 is
 # right for 64 elements, 4 for 128; the other one leaves rows in pairs, and kernels refuse it there.
 DIRECT_333 = SmemLayout("DIRECT_333", (1, COLS), (COLS, 1), Swizzle(3, 3, 3))

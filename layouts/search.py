@@ -9,13 +9,11 @@ import numpy as np
 
 from layouts.access import Path
 from layouts.banks import PHASE_BYTES, kernel_report
-from layouts.catalog import ATOM_32B, ATOM_64B, SWIZZLE_333
-from layouts.checks import bijection_fault, tile_offsets
+from layouts.checks import HARDWARE_LAYOUTS, bijection_fault, tile_offsets
 from layouts.smem_layout import COLS, IDENTITY, SmemLayout, Swizzle
 
-# Swizzle modes of TMA and WGMMA and the 16-bit atoms that realise them (PTX ISA, tensor-map swizzle
-# modes and wgmma matrix descriptors). The rows of an atom are as long as the mode's name says.
-_CANONICAL = {"128B": SWIZZLE_333, "64B": ATOM_64B, "32B": ATOM_32B}
+# The rows of an atom are as long as the mode's name says; "16B" is the mode without swizzle.
+_CANONICAL = {f"{2 * layout.shape[1]}B": layout for layout in HARDWARE_LAYOUTS}
 
 
 def _atoms(offsets: np.ndarray, atom_cols: int) -> np.ndarray:
@@ -25,7 +23,7 @@ def _atoms(offsets: np.ndarray, atom_cols: int) -> np.ndarray:
 
 
 def canonical_mode(tile) -> str | None:
-    """The swizzle mode ("128B", "64B" or "32B") whose atoms a tile of 16-bit elements is made of, or None.
+    """The swizzle mode ("128B", "64B", "32B" or "16B") whose atoms a tile of 16-bit elements is made of, or None.
 
     The mode is decided by the offsets themselves, so a layout written in another way counts too. Atoms
     must follow each other down the rows without a gap, as one TMA box writes them.

@@ -92,7 +92,8 @@ def test_hardware_layouts_are_recognised_by_their_offsets(head_dim):
             taken[name] = require_hardware_layout(layout.on(64, head_dim)).layout
         except ValueError:
             continue
-    expected = {"SWIZZLE_333": HARDWARE_LAYOUTS[0], "ATOM_64B": HARDWARE_LAYOUTS[1], "ATOM_32B": HARDWARE_LAYOUTS[2]}
+    names = ("SWIZZLE_333", "ATOM_64B", "ATOM_32B", "ATOM_16B")
+    expected = dict(zip(names, HARDWARE_LAYOUTS, strict=True))
     if head_dim == 64:
         expected["DIRECT_333"] = HARDWARE_LAYOUTS[0]
     assert taken == expected

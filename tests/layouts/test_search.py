@@ -57,6 +57,7 @@ def test_paths_of_one_element_size_only():
         (SWIZZLE_333, "128B", ()),
         (CATALOG["ATOM_64B"], "64B", ()),
         (CATALOG["ATOM_32B"], "32B", ()),
+        (CATALOG["ATOM_16B"], "16B", ()),
         (PLAIN, None, ("WGMMA",)),
         (PADDED_8, None, ("TMA", "WGMMA")),
         (CATALOG["DIRECT_334"], None, ("TMA", "WGMMA")),
