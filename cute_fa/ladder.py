@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cute_fa.arch import get_arch
+from cute_fa.choices import PIPELINED, Preference, choose
 from cute_fa.config import KernelConfig, PipelinedConfig
 from cute_fa.kernels.sm80_pipelined import Sm80Pipelined
 from cute_fa.kernels.sm80_serial import Sm80Serial
@@ -22,6 +23,7 @@ class Rung:
         config: what it is compiled with, unless the caller brings a layout.
         min_arch: lowest compute capability that runs it, as (major, minor).
         changed: what this rung changes against the one before, and what should follow.
+        preferences: by head dimension, of a rung whose configuration is chosen: see ``choices.choose``.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Rung:
     config: KernelConfig
     min_arch: tuple[int, int]
     changed: str
+    preferences: tuple[tuple[int, tuple[Preference, ...]], ...] = ()
 
     def runs_on(self, arch: str) -> bool:
         """Whether an architecture ("sm_80", "sm_90a") has what the kernel uses."""
@@ -48,6 +51,7 @@ _PIPELINED = PipelinedConfig(
     lazy_rescale=False,
 )
 _TALL = replace(_PIPELINED, tile_m=128, q_in_registers=False)
+_LAZY = replace(_TALL, lazy_rescale=True)
 
 LADDER: tuple[Rung, ...] = (
     Rung(
@@ -71,21 +75,34 @@ LADDER: tuple[Rung, ...] = (
         kernel=Sm80Pipelined,
         config=_PIPELINED,
         min_arch=(8, 0),
-        changed="Loads.",
+        changed="Loads run ahead: cp.async brings the next tiles of K and V into a second stage while this one is "
+        "computed, masks are applied to the tiles that need them alone, exponentials run between the products. "
+        "long_scoreboard and barrier stalls fall.",
     ),
     Rung(
         name="kernel4",
         kernel=Sm80Pipelined,
         config=_TALL,
         min_arch=(8, 0),
-        changed="Tile.",
+        changed="128 query rows a CTA, 32 a warp: every ldmatrix of K and V serves twice as many rows. Half the "
+        "wavefronts of K and V, and half of their loads from L2, for each FLOP.",
     ),
     Rung(
         name="kernel5",
         kernel=Sm80Pipelined,
-        config=replace(_TALL, lazy_rescale=True),
+        config=_LAZY,
         min_arch=(8, 0),
-        changed="Lazy.",
+        changed="O is rescaled only when a row's maximum has risen enough to multiply its exponentials by 2**8: in "
+        "most tiles no shuffle and no multiplication of O. Fewer instructions for each FLOP.",
+    ),
+    Rung(
+        name="kernel6",
+        kernel=Sm80Pipelined,
+        config=_LAZY,
+        preferences=PIPELINED,
+        min_arch=(8, 0),
+        changed="Tile, stages, CTAs an SM and where Q stays are chosen for head dimension, mask, length and "
+        "architecture, by measurement where there is one (python -m perf choices). No spills.",
     ),
 )
 
@@ -140,6 +157,6 @@ def select(
         ValueError, TypeError: an unknown kernel or layout, or one that the kernel can't take.
     """
     rung = resolve_kernel(kernel, arch)
-    config = rung.config if layout is None else replace(rung.config, layout=resolve_layout(layout))
+    config = choose(rung, problem, arch, None if layout is None else resolve_layout(layout)).config
     rung.kernel.check(problem.head_dim, config, arch)
     return rung, config

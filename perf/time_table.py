@@ -14,7 +14,7 @@ from cute_fa.reference import flops
 from layouts.arguments import positive_int
 from perf import inspect_table, results
 from perf.cases import Case, add_case_arguments, cases_from, is_default_set
-from perf.contestants import Contestant, Unavailable, add_rung_arguments, rungs_from
+from perf.contestants import Contestant, Unavailable, add_rung_arguments, own_device, rungs_from
 from perf.correctness import ErrorCheck
 from perf.emulation import emulated_records, wavefront_table
 from perf.output import add_output_arguments, cell, emit, plain_table, progress, wants_tables
@@ -74,10 +74,6 @@ def main(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def _emulated(args) -> tuple[str, bool]:
     """What the emulator counts when it runs the chosen rungs, and whether it found a fault in one."""
     records, notes, faults, runs = [], [], [], 0
@@ -111,7 +107,7 @@ def _default_path(args):
 
 def _ceiling_record(args) -> dict:
     name = f"matmul_{MATMUL_SIZE}"
-    call, operations = matmul_call(args.dtype, _device())
+    call, operations = matmul_call(args.dtype, own_device())
     timing = time_interleaved({name: call}, budget_s=0.5)[name]
     tflops = operations / timing.ms / 1e9
     return {"name": name, "kind": "ceiling", "dtype": args.dtype, **asdict(timing), "tflops": tflops}
@@ -119,7 +115,7 @@ def _ceiling_record(args) -> dict:
 
 def _time_case(case: Case, args) -> list[dict]:
     """Checks every contestant, then times all that can run; one record each, in the table's order."""
-    device = _device()
+    device = own_device()
     q, k, v = case.tensors(device)
     check = ErrorCheck.of(case, q, k, v)
     contestants = [*rungs_from(args), *(PEERS[name] for name in PEERS if name in args.peers)]
@@ -162,14 +158,17 @@ def _flash_error(case, q, k, v, check: ErrorCheck, errors: dict[str, float]) -> 
 
 def _rung_fields(contestant: Contestant, case: Case, device: torch.device) -> dict:
     arch = arch_of_capability(torch.cuda.get_device_capability(device))
-    chosen, _ = select(case.problem(device), arch)
+    problem = case.problem(device)
+    best, _ = select(problem, arch)
+    choice = contestant.choose(problem, arch)
     fields = {
-        "layout": contestant.config.layout.name,
-        "config": str(contestant.config),
-        "auto": contestant.layout is None and contestant.rung.name == chosen.name,
+        "layout": choice.config.layout.name,
+        "config": str(choice.config),
+        "chosen_by": choice.source,
+        "auto": contestant.layout is None and contestant.rung.name == best.name,
     }
     try:
-        return fields | resources_of(case.static, contestant.rung, contestant.config, arch).as_record()
+        return fields | resources_of(case.static, contestant.rung, choice.config, arch).as_record()
     except ValueError:
         return fields  # it can't be built; the attempt to call it has recorded why
 
