@@ -59,7 +59,7 @@ def choice_records(cases: list[Case], arch: str, on_own_device: bool) -> list[di
             choice = rung_contestant(rung).choose(case.problem(device), arch)
             record = {"name": rung.name, "arch": arch, **case.as_record(), "layout": choice.config.layout.name}
             record |= {"config": str(choice.config), "chosen_by": choice.source}
-            record["why"] = choice.source if choice.measured is None else describe(choice.measured)
+            record["measured"] = None if choice.measured is None else describe(choice.measured)
             records.append(record)
     return records
 
@@ -78,7 +78,18 @@ def table(records: list[dict]) -> str:
     """One row for all lengths that share a choice."""
     lengths: dict[tuple, list[str]] = {}
     for r in records:
-        key = (r["name"], r["arch"], str(r["D"]), "causal" if r["causal"] else "full", r["config"], r["why"])
+        key = (
+            r["name"],
+            r["arch"],
+            str(r["D"]),
+            "causal" if r["causal"] else "full",
+            r["config"],
+            r["chosen_by"],
+            r["measured"],
+        )
         lengths.setdefault(key, []).append(str(r["S_k"]))
-    rows = [[*key[:4], ", ".join(dict.fromkeys(found)), *key[4:]] for key, found in lengths.items()]
+    rows = [
+        [*key[:4], ", ".join(dict.fromkeys(found)), config, source + (f": {measured}" if measured else "")]
+        for (*key, config, source, measured), found in lengths.items()
+    ]
     return plain_table(["rung", "arch", "D", "mask", "S_k", "configuration", "chosen by"], rows, text_columns=7)

@@ -3,7 +3,8 @@
 For the rungs whose configuration is chosen: candidates are compiled in parallel, those that spill are left out,
 each is checked against float32, and all are timed in one interleaved run a problem, the slower ones fewer times.
 The fastest goes where ``cute_fa.forward`` finds it, for this card and from the next process on;
-``python -m perf choices`` shows it.
+``python -m perf choices`` shows it. Without options: head dimensions 64 and 128, both masks, lengths 512, 2048
+and 8192.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def main(args: argparse.Namespace) -> int:
         return 2
     try:
         cases = cases_from(args)
+        if unequal := [case for case in cases if case.S_q != case.S_k]:
+            raise ValueError(f"--seqlen must be S, as many queries as keys: choices are kept by S; got {unequal[0]}")
     except ValueError as error:
         progress(f"python -m perf tune: error: {error}")
         return 2

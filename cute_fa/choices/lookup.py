@@ -20,12 +20,15 @@ from layouts import SmemLayout
 if TYPE_CHECKING:
     from cute_fa.ladder import Rung
 
-OWN, RULE = "its only one", "the rule, not measured"
+OWN = "the rung's only one"
+CARD = "measured on this card"
+SHIPPED = "measured, comes with the package"
+RULE = "the rule, not measured"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration and where it comes from: ``OWN``, ``RULE``, or the file in which ``measured`` stands."""
+    """A configuration and where it comes from: ``OWN``, ``CARD``, ``SHIPPED`` or ``RULE``."""
 
     config: KernelConfig
     source: str
@@ -42,7 +45,7 @@ def choose(rung: Rung, problem: AttentionProblem, arch: str, layout: SmemLayout 
     preferences = dict(rung.preferences).get(problem.head_dim)
     if preferences is None:
         return Choice(_with_layout(rung.config, layout), OWN)
-    for path in _files(problem.device, arch):
+    for source, path in _files(problem.device, arch):
         choices = read_choices(path)
         found = nearest(choices, rung.name, arch, problem.head_dim, problem.causal, problem.seqlen_k)
         if found is None:
@@ -54,7 +57,7 @@ def choose(rung: Rung, problem: AttentionProblem, arch: str, layout: SmemLayout 
             if layout is None:
                 warnings.warn(f"cute_fa ignores a choice for {rung.name} in {path}: {error}", stacklevel=2)
             continue
-        return Choice(config, str(path), found)
+        return Choice(config, source, found)
     preferences = [replace(one, config=_with_layout(one.config, layout)) for one in preferences]
     smem_bytes = [rung.kernel.smem_bytes(problem.head_dim, one.config) for one in preferences]
     return Choice(preferred(preferences, smem_bytes, get_arch(arch), problem.causal).config, RULE)
@@ -64,7 +67,7 @@ def _with_layout(config: KernelConfig, layout: SmemLayout | None) -> KernelConfi
     return config if layout is None else replace(config, layout=layout)
 
 
-def _files(device: torch.device, arch: str) -> Iterator[Path]:
+def _files(device: torch.device, arch: str) -> Iterator[tuple[str, Path]]:
     if device.type == "cuda" and torch.cuda.is_available():
-        yield user_file(torch.cuda.get_device_name(device))
-    yield shipped_file(arch)
+        yield CARD, user_file(torch.cuda.get_device_name(device))
+    yield SHIPPED, shipped_file(arch)

@@ -21,7 +21,7 @@ from cute_fa.choices.files import (
     shipped_file,
     user_file,
 )
-from cute_fa.choices.lookup import OWN, RULE
+from cute_fa.choices.lookup import CARD, OWN, RULE, SHIPPED
 from cute_fa.choices.rule import preferred
 from cute_fa.ladder import KERNELS, LADDER, select
 from cute_fa.problem import HEAD_DIMS, AttentionProblem, StaticProblem
@@ -104,12 +104,12 @@ def test_a_choice_serves_what_it_was_measured_for(change):
 def test_the_card_s_own_choice_comes_before_the_shipped_one_before_the_rule(files):
     on_card, elsewhere = problem(device="cuda"), problem()
     assert choose(RUNG, on_card, "sm_90a").source == RULE
-    path = shipped(files, measured(2048, tile_n=32))
+    shipped(files, measured(2048, tile_n=32))
     assert choose(RUNG, on_card, "sm_90a") == choose(RUNG, elsewhere, "sm_90a")
-    assert choose(RUNG, on_card, "sm_90a").config.tile_n == 32 and choose(RUNG, on_card, "sm_90a").source == str(path)
-    path = users(measured(512, tile_n=64, num_stages=1), measured(512, arch="sm_80", tile_n=96))
+    assert choose(RUNG, on_card, "sm_90a").config.tile_n == 32 and choose(RUNG, on_card, "sm_90a").source == SHIPPED
+    users(measured(512, tile_n=64, num_stages=1), measured(512, arch="sm_80", tile_n=96))
     choice = choose(RUNG, on_card, "sm_90a")
-    assert (choice.source, choice.config.tile_n, choice.measured.seqlen) == (str(path), 64, 512)
+    assert (choice.source, choice.config.tile_n, choice.measured.seqlen) == (CARD, 64, 512)
     assert choose(RUNG, elsewhere, "sm_90a").config.tile_n == 32
     assert choose(RUNG, problem(causal=True, device="cuda"), "sm_90a").source == RULE
     rung, config = select(on_card, "sm_90a", RUNG.name)
@@ -137,9 +137,8 @@ def test_the_caller_s_layout_replaces_the_chosen_one(files):
 @pytest.mark.filterwarnings("error")
 def test_a_layout_that_the_measured_choice_has_no_room_for_goes_by_the_rule(files):
     """Two stages of 128 keys and 128 queries at D=128 take 160 KB, padded 170 KB; sm_80 has 163."""
-    path = files / "shipped" / "sm_80.json"
-    put(path, measured(512, arch="sm_80", tile_n=128))
-    assert choose(RUNG, problem(), "sm_80").source == str(path)
+    put(files / "shipped" / "sm_80.json", measured(512, arch="sm_80", tile_n=128))
+    assert choose(RUNG, problem(), "sm_80").source == SHIPPED
     choice = choose(RUNG, problem(), "sm_80", PADDED_8)
     assert choice.source == RULE and choice.config.layout == PADDED_8
     RUNG.kernel.check(128, choice.config, "sm_80")

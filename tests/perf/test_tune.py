@@ -12,6 +12,7 @@ import torch
 
 from cute_fa.arch import get_arch, smem_fits
 from cute_fa.choices.files import loads, read_choices
+from cute_fa.choices.lookup import RULE, SHIPPED
 from cute_fa.ladder import LADDER
 from perf import choice_table, output, results, tune
 from perf.__main__ import main
@@ -197,6 +198,12 @@ def test_bad_options(argv, named, capsys):
     assert exit_.value.code == 2 and named in capsys.readouterr().err
 
 
+def test_a_problem_that_choices_are_not_kept_by_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main(["tune", "--seqlen", "512", "1x8192"]) == 2
+    assert "--seqlen must be S, as many queries as keys" in capsys.readouterr().err
+
+
 def test_without_a_gpu_nothing_is_tuned(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["tune"]) == 2
@@ -249,12 +256,12 @@ def test_choices_are_shown_with_where_they_come_from(monkeypatch, capsys, tmp_pa
     argv = ["choices", "--head-dim", "128", "--no-causal", "--seqlen", "512", "1x4096", "--arch", "sm_80", "sm_90a"]
     assert main(argv) == 0
     _, _, rule, found = capsys.readouterr().out.splitlines()
-    assert "sm_80" in rule and "512, 4096" in rule and rule.endswith("the rule, not measured")
+    assert "sm_80" in rule and "512, 4096" in rule and rule.endswith(RULE)
     said = "NVIDIA Test, 2026-01-01, commit abc, S=512: 300.0 TFLOP/s, next 290.0 (other)"
-    assert "128x32, 128 threads" in found and found.endswith(said)
+    assert "128x32, 128 threads" in found and found.endswith(f"{SHIPPED}: {said}")
     assert main([*argv, "--json"]) == 0
     records = json.loads(capsys.readouterr().out)
-    assert [record["chosen_by"] for record in records] == ["the rule, not measured"] * 2 + [str(path)] * 2
+    assert [record["chosen_by"] for record in records] == [RULE] * 2 + [SHIPPED] * 2
     assert main([*argv, "--csv"]) == 0
     assert capsys.readouterr().out.startswith("name,arch,dtype")
     assert main(["choices", "--heads", "3", "--heads-kv", "2"]) == 2
