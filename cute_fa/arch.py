@@ -66,12 +66,16 @@ def get_arch(name: str) -> Arch:
     return ARCHS[name]
 
 
+def smem_fits(arch: Arch, smem_bytes: int) -> int:
+    """CTAs whose shared memory fits an SM at once; it is handed out in units of 128 bytes."""
+    return arch.smem_per_sm // (-(-smem_bytes // 128) * 128 + SMEM_RESERVED_PER_CTA)
+
+
 def ctas_per_sm(arch: Arch, num_threads: int, registers: int, smem_bytes: int) -> int:
     """CTAs that fit an SM at once: the least of what registers, shared memory, threads and slots allow.
 
-    Registers are handed to warps in units of 256 (8 a lane), shared memory in units of 128 bytes.
+    Registers are handed to warps in units of 256 (8 a lane).
     """
     warps = -(-num_threads // 32)
     by_registers = REGISTERS_PER_SM // (-(-registers // 8) * 8 * 32 * warps)
-    by_smem = arch.smem_per_sm // (-(-smem_bytes // 128) * 128 + SMEM_RESERVED_PER_CTA)
-    return min(by_registers, by_smem, arch.threads_per_sm // (warps * 32), arch.ctas_per_sm)
+    return min(by_registers, smem_fits(arch, smem_bytes), arch.threads_per_sm // (warps * 32), arch.ctas_per_sm)

@@ -2,10 +2,9 @@
 
 A kernel is compiled once for a (rung, static part of the problem, configuration, architecture); lengths,
 batch, heads and strides are run-time values. Compiled kernels are kept in memory, and as object files in
-a directory that later processes load from: ``CUTE_FA_CACHE_DIR``, else ``$XDG_CACHE_HOME/cute_fa``, else
-``~/.cache/cute_fa``. A file's name is the digest of all that its kernel depends on: the sources, the versions of the
-compiler, the architecture. A directory that can't be written or is full costs compile time, nothing else; a file
-that is damaged is compiled anew.
+a directory that later processes load from (``cache.cache_dir``). A file's name is the digest of all that its
+kernel depends on: the sources, the versions of the compiler, the architecture. A directory that can't be
+written or is full costs compile time, nothing else; a file that is damaged is compiled anew.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from cute_fa.cache import cache_dir
 from cute_fa.config import KernelConfig
 from cute_fa.ladder import Rung
 from cute_fa.problem import VECTOR, VECTOR_BYTES, StaticProblem
@@ -57,11 +57,11 @@ def get_compiled(static: StaticProblem, rung: Rung, config: KernelConfig, arch: 
     key = (static, rung.name, config, arch)
     with _compile_lock:
         if key not in _in_memory:
-            path = cache_dir() / f"{_digest(*key, 'tvm-ffi object')}.o"
+            path = _object_path(*key)
             compiled = _load_object(path)
             if compiled is None:
-                compiled = _compile(static, rung, config, arch, "--enable-tvm-ffi --generate-line-info")
-                _store(path, functools.partial(_export_object, compiled))
+                compiled = _compile(static, rung, config, arch, _FOR_CALLS)
+                _store_object(path, compiled)
                 compiled = _load_object(path) or compiled  # what is loaded is called with less overhead
             _in_memory[key] = compiled
         return _in_memory[key]
@@ -71,24 +71,55 @@ def get_artifacts(static: StaticProblem, rung: Rung, config: KernelConfig, arch:
     """PTX (with source lines) and cubin of a kernel for any architecture; needs no GPU."""
     key = (static, rung.name, config, arch)
     with _compile_lock:
-        path = cache_dir() / f"{_digest(*key, 'artifacts')}.npz"
+        path = _artifacts_path(*key)
         artifacts = _load_artifacts(path)
         if artifacts is None:
-            with tempfile.TemporaryDirectory() as dump_dir:
-                options = f"--keep-ptx --keep-cubin --generate-line-info --dump-dir={dump_dir}"
-                compiled = _compile(static, rung, config, arch, options)
-                artifacts = Artifacts(compiled.__ptx__, compiled.__cubin__)
-            contents = {"ptx": np.frombuffer(artifacts.ptx.encode(), np.uint8)}
-            contents["cubin"] = np.frombuffer(artifacts.cubin, np.uint8)
-            _store(path, lambda name: np.savez(name, **contents))
+            _, artifacts = _compile_keeping_artifacts(static, rung, config, arch, "--generate-line-info")
+            _store_artifacts(path, artifacts)
         return artifacts
 
 
-def cache_dir() -> Path:
-    """Where compiled kernels are kept between processes."""
-    if directory := os.environ.get("CUTE_FA_CACHE_DIR"):
-        return Path(directory)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cute_fa"
+def compile_ahead(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str) -> Artifacts:
+    """Leaves on disk what ``get_compiled`` and ``get_artifacts`` will load, by one compilation; needs no GPU.
+
+    For processes that compile on behalf of another one.
+    """
+    key = (static, rung.name, config, arch)
+    with _compile_lock:
+        artifacts = _load_artifacts(_artifacts_path(*key))
+        if artifacts is None or not _object_path(*key).exists():
+            compiled, artifacts = _compile_keeping_artifacts(static, rung, config, arch, _FOR_CALLS)
+            _store_object(_object_path(*key), compiled)
+            _store_artifacts(_artifacts_path(*key), artifacts)
+        return artifacts
+
+
+_FOR_CALLS = "--enable-tvm-ffi --generate-line-info"
+
+
+def _object_path(*key) -> Path:
+    return cache_dir() / f"{_digest(*key, 'tvm-ffi object')}.o"
+
+
+def _artifacts_path(*key) -> Path:
+    return cache_dir() / f"{_digest(*key, 'artifacts')}.npz"
+
+
+def _compile_keeping_artifacts(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str, options: str):
+    with tempfile.TemporaryDirectory() as dump_dir:
+        keep = f"--keep-ptx --keep-cubin --dump-dir={dump_dir}"
+        compiled = _compile(static, rung, config, arch, f"{options} {keep}")
+        return compiled, Artifacts(compiled.__ptx__, compiled.__cubin__)
+
+
+def _store_object(path: Path, compiled) -> None:
+    _store(path, functools.partial(_export_object, compiled))
+
+
+def _store_artifacts(path: Path, artifacts: Artifacts) -> None:
+    contents = {"ptx": artifacts.ptx.encode(), "cubin": artifacts.cubin}
+    arrays = {name: np.frombuffer(content, np.uint8) for name, content in contents.items()}
+    _store(path, lambda name: np.savez(name, **arrays))
 
 
 def _compile(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str, options: str):

@@ -48,7 +48,8 @@ class PipelinedConfig(KernelConfig):
     lazy_rescale: bool
 
     def __str__(self):
-        parts = [super().__str__(), f"{self.ctas_per_sm} CTAs an SM", f"{self.num_stages} stages"]
+        stages = "1 stage" if self.num_stages == 1 else f"{self.num_stages} stages"
+        parts = [super().__str__(), f"{self.ctas_per_sm} CTAs an SM", stages]
         parts += ["Q in registers"] if self.q_in_registers else []
         parts += ["lazy rescale"] if self.lazy_rescale else []
         return ", ".join(parts)

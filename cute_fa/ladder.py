@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cute_fa.arch import get_arch
+from cute_fa.choices import PIPELINED, Preference, choose
 from cute_fa.config import KernelConfig, PipelinedConfig, Sm90Config, SplitConfig
 from cute_fa.kernels.sm80_pipelined import Sm80Pipelined
 from cute_fa.kernels.sm80_serial import Sm80Serial
@@ -44,6 +45,7 @@ class Rung:
         splits_keys: whether the kernel takes (workspace, num_splits) and merges its splits by a second kernel.
         max_rows: "auto" takes this rung before all others for at most so many queries times heads that share one
             head of K and V, and never for more; None: for any number.
+        preferences: by head dimension, of a rung whose configuration is chosen: see ``choices.choose``.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Rung:
     tuned: tuple[Tuned, ...] = ()
     splits_keys: bool = False
     max_rows: int | None = None
+    preferences: tuple[tuple[int, tuple[Preference, ...]], ...] = ()
 
     def runs_on(self, arch: str) -> bool:
         """Whether an architecture ("sm_80", "sm_90a") has what the kernel uses."""
@@ -83,6 +86,7 @@ _PIPELINED = PipelinedConfig(
     lazy_rescale=False,
 )
 _TALL = replace(_PIPELINED, tile_m=128, q_in_registers=False)
+_LAZY = replace(_TALL, lazy_rescale=True)
 
 # wgmma exists on compute capability 9.x alone.
 _HOPPER = {"min_arch": (9, 0), "max_arch": (9, 9)}
@@ -114,21 +118,34 @@ LADDER: tuple[Rung, ...] = (
         kernel=Sm80Pipelined,
         config=_PIPELINED,
         min_arch=(8, 0),
-        changed="Loads.",
+        changed="Loads run ahead: cp.async brings the next tiles of K and V into a second stage while this one is "
+        "computed, masks are applied to the tiles that need them alone, exponentials run between the products. "
+        "long_scoreboard and barrier stalls fall.",
     ),
     Rung(
         name="kernel4",
         kernel=Sm80Pipelined,
         config=_TALL,
         min_arch=(8, 0),
-        changed="Tile.",
+        changed="128 query rows a CTA, 32 a warp: every ldmatrix of K and V serves twice as many rows. Half the "
+        "wavefronts of K and V, and half of their loads from L2, for each FLOP.",
     ),
     Rung(
         name="kernel5",
         kernel=Sm80Pipelined,
-        config=replace(_TALL, lazy_rescale=True),
+        config=_LAZY,
         min_arch=(8, 0),
-        changed="Lazy.",
+        changed="O is rescaled only when a row's maximum has risen enough to multiply its exponentials by 2**8: in "
+        "most tiles no shuffle and no multiplication of O. Fewer instructions for each FLOP.",
+    ),
+    Rung(
+        name="kernel6",
+        kernel=Sm80Pipelined,
+        config=_LAZY,
+        preferences=PIPELINED,
+        min_arch=(8, 0),
+        changed="Tile, stages, CTAs an SM and where Q stays are chosen for head dimension, mask, length and "
+        "architecture, by measurement where there is one (python -m perf choices). No spills.",
     ),
     Rung(
         name="kernel7",
@@ -242,7 +259,7 @@ def select(
         rungs = [rung for rung in reversed(LADDER) if rung.runs_on(arch) and rows <= (rung.max_rows or rows)]
         rungs.sort(key=lambda rung: rung.max_rows is None)
     for rung in rungs:
-        config = rung.config_for(problem.head_dim, problem.causal, problem.seqlen_q, layout)
+        config = choose(rung, problem, arch, layout).config
         try:
             rung.kernel.check(problem.head_dim, config, arch)
             return rung, config

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 import cute_fa
-from cute_fa.config import KernelConfig
+from cute_fa.choices import Choice, choose
 from cute_fa.ladder import KERNELS, LADDER, Rung
+from cute_fa.problem import AttentionProblem
 from layouts import SmemLayout
 from layouts.parse import find_layout
 from perf.cases import Case
@@ -43,14 +44,16 @@ class Contestant:
         """The name, with the layout where it isn't the rung's own."""
         return self.name if self.layout is None else f"{self.name}, {self.layout.name}"
 
-    @property
-    def config(self) -> KernelConfig:
-        """What a rung is compiled with here, unless the problem has a configuration of its own."""
-        return self.rung.config if self.layout is None else replace(self.rung.config, layout=self.layout)
+    def choose(self, problem: AttentionProblem, arch: str) -> Choice:
+        """What a rung is compiled with for a problem, and where that comes from."""
+        return choose(self.rung, problem, arch, self.layout)
 
-    def config_for(self, head_dim: int, causal: bool, seqlen_q: int | None = None) -> KernelConfig:
-        """What a rung is compiled with for a problem, of many queries if ``seqlen_q`` is None."""
-        return self.rung.config_for(head_dim, causal, seqlen_q, self.layout)
+
+def own_device() -> torch.device:
+    """The current CUDA device, whose measured choices ``cute_fa.forward`` follows; the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def rung_contestant(rung: Rung, layout: SmemLayout | None = None) -> Contestant:

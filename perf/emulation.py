@@ -14,10 +14,12 @@ import torch
 
 import cute_fa
 from cute_fa.arch import arch_of_capability
+from cute_fa.config import KernelConfig
 from cute_fa.emulator import DEFAULT_ARCH, EmulatedForward, emulate_forward
 from cute_fa.ladder import KERNELS, LADDER
 from layouts import SmemLayout
 from perf.cases import Case
+from perf.contestants import own_device, rung_contestant
 from perf.ncu import MARK, MISSING, WAVEFRONTS, NcuError, count, find_ncu, mark, parse_ncu, run_ncu, split_at_marks
 from perf.output import add_output_arguments, as_csv, cell, emit, plain_table, progress, wants_tables
 from perf.results import device_name, make_document, results_path
@@ -85,16 +87,31 @@ def main(args: argparse.Namespace) -> int:
 # --- emulated ----------------------------------------------------------------------------------------------
 
 
-def emulate_case(case: Case, name: str, arch: str = DEFAULT_ARCH, layout: SmemLayout | None = None) -> EmulatedForward:
+def emulate_case(
+    case: Case,
+    name: str,
+    arch: str = DEFAULT_ARCH,
+    layout: SmemLayout | None = None,
+    config: KernelConfig | None = None,
+) -> EmulatedForward:
     """A rung, under its own layout or another, on a case through the emulator.
+
+    Its configuration is the one that this machine would run, unless ``config`` is another.
 
     Raises:
         EmulationFault: the emulator found a fault of the kernel.
         ValueError: the rung can't take the layout.
     """
-    result = emulate_forward(*case.tensors("cpu"), causal=case.causal, kernel=name, layout=layout, arch=arch)
+    config = config or config_for(case, name, arch, layout)
+    options = {"causal": case.causal, "kernel": name, "layout": layout, "arch": arch, "config": config}
+    result = emulate_forward(*case.tensors("cpu"), **options)
     result.report.raise_for_faults()
     return result
+
+
+def config_for(case: Case, name: str, arch: str = DEFAULT_ARCH, layout: SmemLayout | None = None) -> KernelConfig:
+    """What this machine would run a rung with."""
+    return rung_contestant(KERNELS[name], layout).choose(case.problem(own_device()), arch).config
 
 
 def emulated_rungs() -> list[str]:
@@ -109,8 +126,8 @@ def predicted_wavefronts(result: EmulatedForward, paths: tuple[str, ...]) -> tup
 
 
 def _common(case: Case, name: str, arch: str, layout: SmemLayout | None = None) -> dict:
-    layout = layout or KERNELS[name].config.layout
-    return {"name": name, "kind": "rung", **case.as_record(), "layout": layout.name, "arch": arch}
+    config = config_for(case, name, arch, layout)
+    return {"name": name, "kind": "rung", **case.as_record(), "layout": config.layout.name, "arch": arch}
 
 
 def emulated_records(case: Case, name: str, arch: str = DEFAULT_ARCH, layout: SmemLayout | None = None) -> list[dict]:

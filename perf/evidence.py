@@ -24,7 +24,7 @@ from perf.registry import EVIDENCE, Step
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``python -m perf all``."""
     names = [step.what for step in EVIDENCE]
-    parser.add_argument("--minutes", type=_minutes, default=30.0, metavar="N", help="time budget (default: 30)")
+    parser.add_argument("--minutes", type=minutes, default=30.0, metavar="N", help="time budget (default: 30)")
     parser.add_argument("--force", action="store_true", help="run steps whose results are of this commit, too")
     parser.add_argument(
         "--steps", nargs="+", choices=names, default=names, metavar="STEP", help=f"of {', '.join(names)} (default: all)"
@@ -88,7 +88,8 @@ def _perf(argv: tuple[str, ...], seconds: float | None) -> int | None:
         raise
 
 
-def _minutes(text: str) -> float:
+def minutes(text: str) -> float:
+    """A time budget from the command line."""
     try:
         value = float(text)
     except ValueError:

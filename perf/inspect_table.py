@@ -8,13 +8,13 @@ import torch
 
 from cute_fa.arch import ARCHS
 from cute_fa.ladder import KERNELS
-from cute_fa.problem import StaticProblem
 from perf import results
-from perf.cases import DTYPES, add_static_arguments, causal_values
+from perf.cases import Case, add_static_arguments, causal_values
 from perf.contestants import Contestant, add_rung_arguments, rungs_from
 from perf.output import add_output_arguments, cell, emit, plain_table, progress, wants_tables
 from perf.resources import FAMILIES, NO_CUOBJDUMP, find_cuobjdump, resources_of
 
+SEQLEN = 4096  # for rungs whose configuration depends on it
 DEFAULT_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
 NOT_TIMED = "Nothing was timed: no CUDA device is visible to PyTorch."
 
@@ -43,9 +43,9 @@ def main(args: argparse.Namespace) -> int:
         for head_dim in args.head_dim:
             progress(f"compiling for {arch}, D={head_dim}")
             for causal in causal_values(args):
-                static = StaticProblem(DTYPES[args.dtype], head_dim, causal, False)
+                case = Case(args.dtype, 1, SEQLEN, SEQLEN, 1, 1, head_dim, causal)
                 for contestant in rungs_from(args):
-                    records.append(inspect_record(contestant, static, args.dtype, arch))
+                    records.append(inspect_record(contestant, case, arch))
     if wants_tables(args):
         print(_table(records))
         if find_cuobjdump() is None:
@@ -56,13 +56,17 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def inspect_record(contestant: Contestant, static: StaticProblem, dtype: str, arch: str) -> dict:
-    """One rung compiled for one architecture; a ``reason`` where it can't be built."""
-    record = {"name": contestant.name, "kind": "rung", "arch": arch, "dtype": dtype, "D": static.head_dim}
-    config = contestant.config_for(static.head_dim, static.causal)
-    record |= {"causal": static.causal, "layout": config.layout.name, "config": str(config)}
+def inspect_record(contestant: Contestant, case: Case, arch: str) -> dict:
+    """One rung compiled for one architecture; a ``reason`` where it can't be built.
+
+    A configuration that depends on the length is that for the case's, as the package chooses it: what was measured
+    on this machine's card alone has no place in a table of architectures.
+    """
+    record = {"name": contestant.name, "kind": "rung", "arch": arch, "dtype": case.dtype, "D": case.D}
+    config = contestant.choose(case.problem(torch.device("cpu")), arch).config
+    record |= {"causal": case.causal, "layout": config.layout.name, "config": str(config)}
     try:
-        return record | resources_of(static, contestant.rung, config, arch).as_record()
+        return record | resources_of(case.static, contestant.rung, config, arch).as_record()
     except ValueError as error:
         return record | {"reason": str(error)}
 

@@ -80,6 +80,28 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class ProgressBar:
+    """A line on standard error that fills up as steps are done; where that is no terminal, a line each tenth."""
+
+    WIDTH = 30
+
+    def __init__(self, total: int):
+        self.total, self.done = total, 0
+        self.line_length = 0
+
+    def step(self, text: str) -> None:
+        """One more step is done; ``text`` says which."""
+        self.done += 1
+        share = self.done / self.total
+        filled = int(self.WIDTH * share)
+        line = f"[{'#' * filled}{'.' * (self.WIDTH - filled)}] {self.done}/{self.total} {text}"
+        if sys.stderr.isatty():
+            print(f"\r{line:<{self.line_length}}", end="\n" if share == 1 else "", file=sys.stderr, flush=True)
+            self.line_length = len(line)
+        elif int(10 * share) > int(10 * (self.done - 1) / self.total):
+            progress(line)
+
+
 def markdown_table(
     headers: list[str], rows: list[list[str]], text_columns: int = 1, align: list[str] | None = None
 ) -> str:
@@ -88,9 +110,9 @@ def markdown_table(
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True, colalign=align)
 
 
-def plain_table(headers: list[str], rows: list[list[str]]) -> str:
+def plain_table(headers: list[str], rows: list[list[str]], text_columns: int = 1) -> str:
     """The same table for a terminal."""
-    align = ["left"] + ["right"] * (len(headers) - 1)
+    align = ["left"] * text_columns + ["right"] * (len(headers) - text_columns)
     return tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=align)
 
 

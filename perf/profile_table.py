@@ -20,6 +20,7 @@ import torch
 
 import cute_fa
 from cute_fa.arch import arch_of_capability
+from cute_fa.config import KernelConfig
 from cute_fa.emulator import DEFAULT_ARCH, EmulatedForward, EmulationError, estimate_seconds
 from cute_fa.kernels.sm80_serial import Sm80Serial
 from cute_fa.ladder import KERNELS, LADDER, Rung
@@ -89,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
         if has_gpu:
             names = [*(rung.name for rung in rungs), *(name for name in PEERS if name in args.peers)]
             try:
-                profiled = profile(case, names, args.clock_control)
+                profiled = profile(case, names, arch, args.clock_control)
             except NcuError as error:
                 progress(f"python -m perf profile: error: {error}")
                 return 1
@@ -122,7 +123,7 @@ def _is_default(args) -> bool:
 # --- by ncu ------------------------------------------------------------------------------------------------
 
 
-def profile(case: Case, names: list[str], clock_control: str = "none") -> list[dict]:
+def profile(case: Case, names: list[str], arch: str, clock_control: str = "none") -> list[dict]:
     """A record for each rung and peer: its counters, or the reason why it can't run the case; and a rung's lines.
 
     Raises:
@@ -151,7 +152,8 @@ def profile(case: Case, names: list[str], clock_control: str = "none") -> list[d
     for name in names:
         record = {"name": name, "kind": "rung" if name in KERNELS else "peer", **case.as_record()}
         if name in KERNELS:
-            record["layout"] = KERNELS[name].config.layout.name
+            config = emulation.config_for(case, name, arch)
+            record |= {"layout": config.layout.name, "config": str(config)}
         if name not in calls:
             records.append(record | {"reason": reasons[name]})
             continue
@@ -223,7 +225,8 @@ def compared_records(case: Case, rung: Rung, arch: str | None) -> list[dict]:
     records = []
     for counter, (paths, exact) in emulation.COUNTERS.items():
         ideal, actual = (sum(predicted.get(path, (0, 0))[i] for path in paths) for i in (0, 1))
-        record = {"name": rung.name, "kind": "rung", **case.as_record(), "layout": rung.config.layout.name}
+        config = emulation.config_for(case, rung.name, arch or DEFAULT_ARCH)
+        record = {"name": rung.name, "kind": "rung", **case.as_record(), "layout": config.layout.name}
         record |= {"path": " + ".join(paths), "counter": counter, "exact": exact, "ideal": ideal, "predicted": actual}
         if lab is not None:
             record["lab"] = sum(lab[path] for path in paths)
@@ -252,13 +255,14 @@ def predict(case: Case, rung: Rung, arch: str | None = None) -> dict[str, tuple[
         ValueError: the case is too long, and can't be extrapolated.
     """
     arch = arch or DEFAULT_ARCH
-    config = rung.config
+    config = emulation.config_for(case, rung.name, arch)
     if estimate_seconds(config, (case.B, case.S_q, case.H, case.D), case.S_k, case.causal) < MAX_EMULATED_SECONDS:
-        return _emulated(case, rung, arch)
+        return _emulated(case, rung, arch, config)
     if case.causal or case.S_q % config.tile_m or case.S_k % config.tile_n or case.H_kv != case.H:
         raise ValueError(f"{case} takes too long to emulate, and can be extrapolated only if full and of whole tiles")
+    how = rung, arch, config
     first, second, checked = (
-        _emulated(replace(case, B=1, H=1, H_kv=1, S_q=_TILES_M * config.tile_m, S_k=tiles * config.tile_n), rung, arch)
+        _emulated(replace(case, B=1, H=1, H_kv=1, S_q=_TILES_M * config.tile_m, S_k=tiles * config.tile_n), *how)
         for tiles in (*_TILES_N, _CHECKED_TILES_N)
     )
 
@@ -280,8 +284,8 @@ def predict(case: Case, rung: Rung, arch: str | None = None) -> dict[str, tuple[
     }
 
 
-def _emulated(case: Case, rung: Rung, arch: str) -> dict[str, tuple[int, int]]:
-    return emulation.emulate_case(case, rung.name, arch).report.by_path()
+def _emulated(case: Case, rung: Rung, arch: str, config: KernelConfig) -> dict[str, tuple[int, int]]:
+    return emulation.emulate_case(case, rung.name, arch, config=config).report.by_path()
 
 
 def lab_wavefronts(case: Case, rung: Rung) -> dict[str, int] | None:
@@ -306,9 +310,10 @@ def line_records(case: Case, rung: Rung, arch: str | None) -> list[dict]:
     Raises:
         EmulationError, ValueError: as ``predict``.
     """
-    config = rung.config
+    arch = arch or DEFAULT_ARCH
+    config = emulation.config_for(case, rung.name, arch)
     small = replace(case, B=1, H=1, H_kv=1, S_q=config.tile_m, S_k=_LINES_TILES * config.tile_n)
-    result: EmulatedForward = emulation.emulate_case(small, rung.name, arch or DEFAULT_ARCH)
+    result: EmulatedForward = emulation.emulate_case(small, rung.name, arch, config=config)
     ideal, actual = Multiset(), Multiset()
     for entry in result.report.wavefronts:
         ideal[entry.source, entry.path] += entry.ideal

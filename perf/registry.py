@@ -9,6 +9,8 @@ DEFAULT_COMMAND = "time"
 # name -> module with add_arguments(parser) and main(args) -> int; its docstring's first line is the help.
 COMMANDS: dict[str, str] = {
     "time": "perf.time_table",
+    "tune": "perf.tune",
+    "choices": "perf.choice_table",
     "inspect": "perf.inspect_table",
     "host": "perf.host",
     "banks": "perf.bank_table",

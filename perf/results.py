@@ -8,13 +8,14 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+
+from cute_fa.cache import slug
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "perf" / "results"
@@ -33,11 +34,6 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else COMPILED
 
 
-def slug(name: str) -> str:
-    """A device's name as a folder's: "NVIDIA H200" -> "nvidia-h200"."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
 def results_path(device: str, what: str) -> Path:
     """Where the results ``what`` of a device lie."""
     return RESULTS / slug(device) / f"{what}.json"
@@ -51,7 +47,7 @@ def make_document(records: list[dict], device: str, ok: bool = True) -> dict:
     return {
         "command": shlex.join(["python", "-m", "perf", *sys.argv[1:]]),
         "commit": commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "device": device,
         "ok": ok,
         "versions": versions(),
@@ -59,11 +55,24 @@ def make_document(records: list[dict], device: str, ok: bool = True) -> dict:
     }
 
 
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def write_results(path: Path, document: dict) -> None:
     """Writes a results file whole or not at all, one record a line."""
     head = {key: value for key, value in document.items() if key != "records"}
     records = ",\n  ".join(json.dumps(record) for record in document["records"])
-    text = json.dumps(head, indent=1)[:-2] + f',\n "records": [\n  {records}\n ]\n}}\n'
+    write_whole(path, json.dumps(head, indent=1)[:-2] + f',\n "records": [\n  {records}\n ]\n}}\n')
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file, and its folder, whole or not at all.
+
+    Raises:
+        OSError: the system refused.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:

@@ -15,7 +15,7 @@ from layouts.arguments import positive_int
 from perf import inspect_table, results
 from perf.cases import SETS, Case, add_case_arguments, cases_from, is_default_set
 from perf.ceilings import MATMUL_SIZE, matmul_call, mma_call
-from perf.contestants import Contestant, Unavailable, add_rung_arguments, rungs_from
+from perf.contestants import Contestant, Unavailable, add_rung_arguments, own_device, rungs_from
 from perf.correctness import ErrorCheck
 from perf.emulation import emulated_records, wavefront_table
 from perf.output import add_output_arguments, cell, emit, plain_table, progress, wants_tables
@@ -76,10 +76,6 @@ def main(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def _emulated(args) -> tuple[str, bool]:
     """What the emulator counts when it runs the chosen rungs, and whether it found a fault in one."""
     records, notes, faults, runs = [], [], [], 0
@@ -115,7 +111,7 @@ def _default_path(args):
 
 def _ceiling_records(args) -> list[dict]:
     made = {f"matmul_{MATMUL_SIZE}": matmul_call, "mma_sync": mma_call}
-    made = {name: make(args.dtype, _device()) for name, make in made.items()}
+    made = {name: make(args.dtype, own_device()) for name, make in made.items()}
     timings = time_interleaved({name: call for name, (call, _) in made.items()}, budget_s=0.5)
     return [
         {
@@ -131,7 +127,7 @@ def _ceiling_records(args) -> list[dict]:
 
 def _time_case(case: Case, args) -> list[dict]:
     """Checks every contestant, then times all that can run; one record each, in the table's order."""
-    device = _device()
+    device = own_device()
     q, k, v = case.tensors(device)
     check = ErrorCheck.of(case, q, k, v)
     contestants = [*rungs_from(args), *(PEERS[name] for name in PEERS if name in args.peers)]
@@ -176,15 +172,17 @@ def _flash_error(case, q, k, v, check: ErrorCheck, errors: dict[str, float]) -> 
 
 def _rung_fields(contestant: Contestant, case: Case, device: torch.device) -> dict:
     arch = arch_of_capability(torch.cuda.get_device_capability(device))
-    chosen, _ = select(case.problem(device), arch)
-    config = contestant.config_for(case.D, case.causal, case.S_q)
+    problem = case.problem(device)
+    best, _ = select(problem, arch)
+    choice = contestant.choose(problem, arch)
     fields = {
-        "layout": config.layout.name,
-        "config": str(config),
-        "auto": contestant.layout is None and contestant.rung.name == chosen.name,
+        "layout": choice.config.layout.name,
+        "config": str(choice.config),
+        "chosen_by": choice.source,
+        "auto": contestant.layout is None and contestant.rung.name == best.name,
     }
     try:
-        return fields | resources_of(case.static, contestant.rung, config, arch).as_record()
+        return fields | resources_of(case.static, contestant.rung, choice.config, arch).as_record()
     except ValueError:
         return fields  # it can't be built; the attempt to call it has recorded why
 

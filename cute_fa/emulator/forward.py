@@ -74,6 +74,7 @@ def emulate_forward(
     kernel: str = "auto",
     layout: str | SmemLayout | None = None,
     arch: str = DEFAULT_ARCH,
+    config: KernelConfig | None = None,
     check: bool = True,
 ) -> EmulatedForward:
     """``cute_fa.forward`` on CPU tensors, with the report; faults are in the report and raise nothing.
@@ -82,6 +83,7 @@ def emulate_forward(
         q, k, v, causal, softmax_scale, kernel, layout: as in ``cute_fa.forward``; at least one query and key, and
             rows at multiples of 16 bytes.
         arch: the architecture that the kernel is compiled for.
+        config: what the kernel is compiled with, in place of what would be chosen for these lengths.
         check: count wavefronts, look for races and uninitialised reads.
 
     Raises:
@@ -89,7 +91,8 @@ def emulate_forward(
         EmulationTooLongError, UnknownInstructionError: see ``emulated_launch``.
     """
     problem = AttentionProblem.from_tensors(q, k, v, causal=causal, return_lse=True)
-    rung, config = select(problem, arch, kernel, layout)
+    rung, chosen = select(problem, arch, kernel, layout)
+    config = config or chosen
     _refuse_hours(rung, config, q.shape, problem.seqlen_k, causal)
     o = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(problem.batch, problem.num_heads, problem.seqlen_q)

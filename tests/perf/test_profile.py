@@ -123,14 +123,14 @@ def test_calls_of_rungs_and_peers(fake_ncu, tmp_path):
     rows = [row("cute_fa_kernel1_0", 5000), mark, row("flash_main", 1000), row("flash_combine", 500), mark]
     fake_ncu(rows, 'PROFILED {"sdpa_cudnn": "RuntimeError: not here"}')
     names = ["kernel1", "sdpa_flash", "sdpa_cudnn"]
-    kernel1, *lines, flash, cudnn = profile_table.profile(CASE, names)
+    kernel1, *lines, flash, cudnn = profile_table.profile(CASE, names, "sm_90a")
     assert [line["source"] for line in lines] == ["mma.py:86", "mma.py:74"] and lines[0]["name"] == "kernel1"
     assert (kernel1["kind"], kernel1["layout"], kernel1["us"]) == ("rung", "PLAIN", 5.0)
     assert (flash["kind"], flash["kernels"], flash["us"]) == ("peer", ["flash_main", "flash_combine"], 1.5)
     assert cudnn["reason"] == "RuntimeError: not here" and "us" not in cudnn
     arguments = (tmp_path / "arguments").read_text()
     assert "--clock-control none" in arguments and "--profile-from-start off" in arguments
-    profile_table.profile(CASE, names, "base")
+    profile_table.profile(CASE, names, "sm_90a", "base")
     assert "--clock-control base" in (tmp_path / "arguments").read_text()
     headers, rows = profile_table.stall_rows([kernel1, *lines, flash, cudnn])
     assert len(headers) == len(STALL_MEANINGS) + 2 and [row[0] for row in rows] == ["kernel1", "sdpa_flash"]
@@ -210,7 +210,7 @@ def test_extrapolation_is_the_emulation_of_the_whole(monkeypatch):
 
 def test_wavefronts_that_are_not_linear_are_not_extrapolated(monkeypatch):
     monkeypatch.setattr(profile_table, "MAX_EMULATED_SECONDS", 0)
-    monkeypatch.setattr(profile_table, "_emulated", lambda case, rung, arch: {"ld.shared": (case.S_k**2,) * 2})
+    monkeypatch.setattr(profile_table, "_emulated", lambda case, *_: {"ld.shared": (case.S_k**2,) * 2})
     with pytest.raises(ValueError, match="not linear in the number of keys"):
         profile_table.predict(CASE, LADDER[0])
 

@@ -1,0 +1,60 @@
+"""The choice for architectures that nobody measured: preference lists, and what a SM's shared memory takes.
+
+What is listed was compiled, not run: an order of preference is a guess until ``python -m perf tune`` ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cute_fa.arch import Arch, smem_fits
+from cute_fa.config import KernelConfig, PipelinedConfig
+from layouts import SWIZZLE_333
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A configuration, and the (architecture, causal) for which it is passed over, since its registers spill."""
+
+    config: KernelConfig
+    spills: tuple[tuple[str, bool], ...] = ()
+
+
+def preferred(preferences: Sequence[Preference], smem_bytes: Sequence[int], arch: Arch, causal: bool) -> Preference:
+    """The first preference whose ``ctas_per_sm`` CTAs have room on an SM and that doesn't spill; else the last one.
+
+    Args:
+        preferences: in order; the last one is the smallest.
+        smem_bytes: of a CTA of each.
+    """
+    for preference, needed in zip(preferences, smem_bytes, strict=True):
+        if smem_fits(arch, needed) >= preference.config.ctas_per_sm and (arch.name, causal) not in preference.spills:
+            return preference
+    return preferences[-1]
+
+
+def _config(tile_m: int, tile_n: int, num_stages: int, q_in_registers: bool = False) -> PipelinedConfig:
+    return PipelinedConfig(
+        tile_m, tile_n, num_threads=128, ctas_per_sm=2, layout=SWIZZLE_333, num_stages=num_stages,
+        q_in_registers=q_in_registers, lazy_rescale=True,
+    )  # fmt: skip
+
+
+def _both_masks(*archs: str) -> tuple[tuple[str, bool], ...]:
+    return tuple((arch, causal) for arch in archs for causal in (False, True))
+
+
+# Head dimension -> preferences for the pipelined kernel. Two CTAs of four warps leave 255 registers to a thread.
+PIPELINED: tuple[tuple[int, tuple[Preference, ...]], ...] = (
+    (64, (Preference(_config(128, 64, num_stages=2)),)),
+    (
+        128,
+        (
+            Preference(_config(128, 64, num_stages=1), spills=(("sm_80", True), ("sm_87", True))),  # 64 KB
+            Preference(_config(128, 32, num_stages=2)),  # 64 KB
+            Preference(_config(128, 32, num_stages=1), spills=_both_masks("sm_120a", "sm_121a")),  # 48 KB
+            Preference(_config(64, 64, num_stages=1, q_in_registers=True)),  # 48 KB
+        ),
+    ),
+)
