@@ -38,7 +38,7 @@ from cute_fa.device.mma import (
     make_ldmatrix_atom,
     make_tiled_mma,
 )
-from cute_fa.device.registers import recompute_from
+from cute_fa.device.registers import recompute_from, reread_thread_and_cta
 from cute_fa.device.schedule import longest_first
 from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, thread_row_max
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, require_warps, tile_bytes
@@ -187,6 +187,10 @@ class Sm80Pipelined:
         cute.arch.sync_threads()
 
         lse = softmax.finish(acc_O)
+        if cutlass.const_expr(not self.causal):
+            # With a mask ptxas has room to keep the thread's place through the loops; without one it spills it.
+            tidx, _ = reread_thread_and_cta()
+            thr_mma = tiled_mma.get_slice(tidx)
         gO = row_tile(mO[batch, None, head, None], m_block * tile_m, tile_m)
         if cutlass.const_expr(mLSE is not None):
             gLSE = cute.domain_offset((m_block * tile_m,), mLSE[batch, head, None])
