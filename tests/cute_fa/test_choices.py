@@ -236,7 +236,7 @@ def test_what_is_passed_over_for_spilling_spills():
         (one.config.tile_n, arch, causal): stack_bytes(one.config, arch, 128, causal)
         for one in preferences
         for arch, causal in one.spills
-        if arch in ("sm_80", "sm_120a")
+        if arch in ARCHITECTURES
     }
     assert found and all(found.values()), found
 
