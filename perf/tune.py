@@ -234,7 +234,7 @@ def write_choices(path: Path, choices: list[MeasuredChoice]) -> None:
 
 
 def _is_default(args: argparse.Namespace) -> bool:
-    others = (args.batch, args.heads, args.heads_kv, args.causal)
+    others = (args.set, args.batch, args.heads, args.heads_kv, args.causal)
     no_others = args.dtype == "bf16" and all(option is None for option in others)
     return no_others and all(getattr(args, key) == DEFAULTS[key] for key in DEFAULTS)
 

@@ -59,8 +59,19 @@ def choose(rung: Rung, problem: AttentionProblem, arch: str, layout: SmemLayout 
             continue
         return Choice(config, source, found)
     preferences = [replace(one, config=_with_layout(one.config, layout)) for one in preferences]
-    smem_bytes = [rung.kernel.smem_bytes(problem.head_dim, one.config) for one in preferences]
-    return Choice(preferred(preferences, smem_bytes, get_arch(arch), problem.causal).config, RULE)
+    buildable = [one for one in preferences if _can_be_built(rung, problem.head_dim, one.config, arch)]
+    if not buildable:
+        return Choice(preferences[0].config, RULE)  # whose check says why
+    smem_bytes = [rung.kernel.smem_bytes(problem.head_dim, one.config) for one in buildable]
+    return Choice(preferred(buildable, smem_bytes, get_arch(arch), problem.causal).config, RULE)
+
+
+def _can_be_built(rung: Rung, head_dim: int, config: KernelConfig, arch: str) -> bool:
+    try:
+        rung.kernel.check(head_dim, config, arch)
+    except ValueError:
+        return False
+    return True
 
 
 def _with_layout(config: KernelConfig, layout: SmemLayout | None) -> KernelConfig:

@@ -15,7 +15,10 @@ from layouts import SWIZZLE_333
 
 @dataclass(frozen=True)
 class Preference:
-    """A configuration, and the (architecture, causal) for which it is passed over, since its registers spill."""
+    """A configuration, and the (architecture, causal) for which it is passed over, since its registers spill.
+
+    As compiled for bf16 without log-sum-exp; the tests hold this to what the compiler says.
+    """
 
     config: KernelConfig
     spills: tuple[tuple[str, bool], ...] = ()
@@ -41,19 +44,22 @@ def _config(tile_m: int, tile_n: int, num_stages: int, q_in_registers: bool = Fa
     )  # fmt: skip
 
 
-def _both_masks(*archs: str) -> tuple[tuple[str, bool], ...]:
-    return tuple((arch, causal) for arch in archs for causal in (False, True))
-
+# Of the families of architectures whose code needs more registers, none was run.
+_SM100 = tuple((arch, causal) for arch in ("sm_100a", "sm_103a") for causal in (False, True))
+_SM120 = tuple((arch, causal) for arch in ("sm_120a", "sm_121a") for causal in (False, True))
 
 # Head dimension -> preferences for the pipelined kernel. Two CTAs of four warps leave 255 registers to a thread.
 PIPELINED: tuple[tuple[int, tuple[Preference, ...]], ...] = (
-    (64, (Preference(_config(128, 64, num_stages=2)),)),
+    (64, (Preference(_config(128, 64, num_stages=2)),)),  # 48 KB
     (
         128,
         (
-            Preference(_config(128, 64, num_stages=1), spills=(("sm_80", True), ("sm_87", True))),  # 64 KB
-            Preference(_config(128, 32, num_stages=2)),  # 64 KB
-            Preference(_config(128, 32, num_stages=1), spills=_both_masks("sm_120a", "sm_121a")),  # 48 KB
+            Preference(  # 64 KB
+                _config(128, 64, num_stages=1),
+                spills=(("sm_80", True), ("sm_87", True), ("sm_90a", False), *_SM100),
+            ),
+            Preference(_config(128, 32, num_stages=2), spills=_SM100),  # 64 KB
+            Preference(_config(128, 32, num_stages=1), spills=(*_SM100, *_SM120)),  # 48 KB
             Preference(_config(64, 64, num_stages=1, q_in_registers=True)),  # 48 KB
         ),
     ),

@@ -25,7 +25,7 @@ from cute_fa.choices.lookup import CARD, OWN, RULE, SHIPPED
 from cute_fa.choices.rule import preferred
 from cute_fa.ladder import KERNELS, LADDER, select
 from cute_fa.problem import HEAD_DIMS, AttentionProblem, StaticProblem
-from layouts import PADDED_8, PLAIN, SWIZZLE_333
+from layouts import PADDED_8, PLAIN, SWIZZLE_333, SmemLayout
 from perf.resources import NO_CUOBJDUMP, find_cuobjdump, resources_of
 
 CHOSEN = [rung for rung in LADDER if rung.preferences]
@@ -144,6 +144,14 @@ def test_a_layout_that_the_measured_choice_has_no_room_for_goes_by_the_rule(file
     RUNG.kernel.check(128, choice.config, "sm_80")
 
 
+def test_a_layout_is_used_where_its_rows_fit(files):
+    """An atom of 64 rows rules out tiles of 32."""
+    rows64 = SmemLayout("64 rows", (64, 64), (64, 1), SWIZZLE_333.swizzle)
+    assert select(problem(), "sm_90a", RUNG.name, rows64)[1].tile_n == 64
+    with pytest.raises(ValueError, match="does not divide"):
+        select(problem(), "sm_90a", RUNG.name, SmemLayout("7 rows", (7, 64), (64, 1)))
+
+
 def record(**change) -> dict:
     (one,) = json.loads(dumps([measured(512)]))["choices"]
     config = one["config"] | change.pop("config", {})
@@ -236,7 +244,7 @@ def test_what_is_passed_over_for_spilling_spills():
         (one.config.tile_n, arch, causal): stack_bytes(one.config, arch, 128, causal)
         for one in preferences
         for arch, causal in one.spills
-        if arch in ("sm_80", "sm_120a")
+        if arch in ARCHITECTURES
     }
     assert found and all(found.values()), found
 

@@ -109,7 +109,7 @@ def test_timing_table_with_stand_ins(off, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(results, "device_name", lambda: "NVIDIA Test")
     monkeypatch.setattr(results, "versions", dict)
     monkeypatch.setattr(time_table, "own_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(time_table, "_ceiling_record", lambda args: {"name": "c", "kind": "ceiling", "tflops": 1.0})
+    monkeypatch.setattr(time_table, "_ceiling_records", lambda args: [{"name": "c", "kind": "ceiling", "tflops": 1.0}])
     monkeypatch.setattr(
         time_table, "rungs_from", lambda args: [reference_contestant(rung.name, "rung", off, rung=rung)]
     )
