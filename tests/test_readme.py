@@ -18,8 +18,8 @@ def test_examples_run_on_the_cpu():
     exec(small, names)
     q, results = names["q"], [names[name] for name in ("o", "o1", "o2", "o3")]
     assert q.shape == (4, 70, 16, 128) and names["lse"].shape == (4, 16, 70)
-    # Layouts move data, they don't change it.
-    assert all(torch.equal(result, results[0]) for result in results)
+    for result in results[1:]:  # other rungs and tiles round in another order
+        torch.testing.assert_close(result, results[0], atol=1e-2, rtol=0)
     exec(companions, names)
     assert torch.equal(names["o"], results[0]) and torch.equal(names["o4"].transpose(1, 2), results[0])
     assert q.grad.shape == q.shape and q.grad.any()

@@ -56,7 +56,7 @@ PIPELINED: tuple[tuple[int, tuple[Preference, ...]], ...] = (
         (
             Preference(  # 64 KB
                 _config(128, 64, num_stages=1),
-                spills=(("sm_80", True), ("sm_87", True), ("sm_90a", False), *_SM100),
+                spills=(("sm_80", True), ("sm_87", True), *_SM100),
             ),
             Preference(_config(128, 32, num_stages=2), spills=_SM100),  # 64 KB
             Preference(_config(128, 32, num_stages=1), spills=(*_SM100, *_SM120)),  # 48 KB

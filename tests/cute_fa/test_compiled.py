@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cute_fa import compiled, ladder
+from cute_fa.compiled import combine_name, kernel_name
 from cute_fa.ladder import KERNELS, LADDER
 from cute_fa.problem import StaticProblem
 from layouts import CATALOG, PADDED_8, PLAIN, SWIZZLE_333
@@ -168,8 +169,9 @@ def test_auto_is_the_highest_rung_that_runs(monkeypatch):
 def test_kernels_are_named_after_their_rung(name):
     rung = KERNELS[name]
     ptx = compiled.get_artifacts(STATIC, rung, rung.config, "sm_90a").ptx
-    (entry,) = re.findall(r"\.entry (\w+)", ptx)
-    assert entry.startswith(f"cute_fa_{name}")
+    entries = {re.sub(r"_\d+$", "", entry) for entry in re.findall(r"\.entry (\w+)", ptx)}
+    assert entries == {kernel_name(rung), *([combine_name(rung)] if rung.splits_keys else [])}
+    assert kernel_name(rung) == f"cute_fa_{name}"
 
 
 def test_kernel1_and_kernel2_differ_in_the_layout_alone():

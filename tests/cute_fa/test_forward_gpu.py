@@ -7,9 +7,9 @@ import torch
 
 import cute_fa
 from cute_fa.arch import arch_of_capability
-from cute_fa.compiled import get_compiled
-from cute_fa.ladder import KERNELS
-from cute_fa.problem import StaticProblem
+from cute_fa.ladder import KERNELS, select
+from cute_fa.launch import get_launch
+from cute_fa.problem import AttentionProblem
 from tests.cases import GPU_CASES, Case, assert_close, usable_layouts
 
 pytestmark = pytest.mark.gpu
@@ -117,10 +117,9 @@ def test_nothing_is_written_outside_the_output(kernel, generator):
     o_all = torch.full((3, 200, 4, 192), 7.0, dtype=case.dtype, device="cuda")
     lse_all = torch.full((3, 4, 200), 7.0, device="cuda")
     inside_o, inside_lse = (slice(1, 2), slice(60, 125), slice(1, 3), slice(64, 128)), (1, slice(1, 3), slice(60, 125))
-    static = StaticProblem(case.dtype, 64, case.causal, return_lse=True)
-    rung = KERNELS[kernel]
+    problem = AttentionProblem.from_tensors(q, k, v, causal=case.causal, return_lse=True)
     arch = arch_of_capability(torch.cuda.get_device_capability())
-    launch = get_compiled(static, rung, rung.config_for(64, case.causal, case.seqlen_q), arch)
+    launch = get_launch(problem, *select(problem, arch, kernel), arch)
     launch(q, k, v, o_all[inside_o], lse_all[inside_lse][None], 64**-0.5)
     assert torch.equal(o_all[inside_o], expected[0]) and torch.equal(lse_all[inside_lse][None], expected[1])
     o_all[inside_o], lse_all[inside_lse] = 7.0, 7.0
