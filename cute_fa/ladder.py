@@ -94,7 +94,8 @@ _SM90 = Sm90Config(tile_m=128, tile_n=128, num_stages=2, layout=SWIZZLE_333)
 _SM90_TRYING = replace(_SM90, try_first=True)
 _SM90_PERSISTENT = replace(_SM90_TRYING, max_ctas=132)  # the SMs of an H100 SXM and of an H200
 
-_SPLIT = SplitConfig(tile_m=16, tile_n=16, num_threads=128, ctas_per_sm=2, layout=SWIZZLE_333, num_stages=3)
+_SPLIT = SplitConfig(tile_m=16, tile_n=16, num_threads=128, ctas_per_sm=2, layout=SWIZZLE_333, num_stages=2)
+_SPLIT_WIDE = replace(_SPLIT, tile_n=32, ctas_per_sm=1)  # the faster one on an H200, where shared memory has room
 
 LADDER: tuple[Rung, ...] = (
     Rung(
@@ -151,6 +152,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel7",
         kernel=Sm80SplitKV,
         config=_SPLIT,
+        preferences=tuple((head_dim, (Preference(_SPLIT_WIDE), Preference(_SPLIT))) for head_dim in (64, 128)),
         min_arch=(8, 0),
         splits_keys=True,
         max_rows=64,

@@ -23,7 +23,7 @@ from perf.peers import PEERS, SDPA_FLASH
 from perf.resources import resources_of
 from perf.timing import time_interleaved
 
-CASE_BUDGET_S = 1.5
+CASE_BUDGET_S = 1.0
 EMULATED_LENGTHS = (256, 256)
 EMULATED_HEADS = 2
 

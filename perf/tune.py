@@ -70,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
 
 
+def tuned_rungs(arch: str) -> list[Rung]:
+    """The rungs whose tiles are searched: those on mma.sync for many queries."""
+    return [rung for rung in LADDER if rung.preferences and rung.max_rows is None and rung.runs_on(arch)]
+
+
 def main(args: argparse.Namespace) -> int:
     """Tunes, prints and records; 1 if a candidate is wrong or time ran out, 2 where nothing can be measured."""
     if not torch.cuda.is_available():
@@ -87,7 +92,7 @@ def main(args: argparse.Namespace) -> int:
         return 2
     deadline = time.monotonic() + 60 * args.minutes
     arch = arch_of_capability(torch.cuda.get_device_capability())
-    pairs = [(rung, case) for rung in LADDER if rung.preferences and rung.runs_on(arch) for case in cases]
+    pairs = [(rung, case) for rung in tuned_rungs(arch) for case in cases]
     jobs = jobs_of(pairs, arch, args.candidates)
     bar = ProgressBar(len(jobs) + len(pairs))
     built = compile_all(jobs, arch, deadline, bar)
