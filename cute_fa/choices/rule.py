@@ -37,9 +37,11 @@ def preferred(preferences: Sequence[Preference], smem_bytes: Sequence[int], arch
     return preferences[-1]
 
 
-def _config(tile_m: int, tile_n: int, num_stages: int, q_in_registers: bool = False) -> PipelinedConfig:
+def _config(
+    tile_m: int, tile_n: int, num_stages: int, q_in_registers: bool = False, ctas_per_sm: int = 2
+) -> PipelinedConfig:
     return PipelinedConfig(
-        tile_m, tile_n, num_threads=128, ctas_per_sm=2, layout=SWIZZLE_333, num_stages=num_stages,
+        tile_m, tile_n, num_threads=128, ctas_per_sm=ctas_per_sm, layout=SWIZZLE_333, num_stages=num_stages,
         q_in_registers=q_in_registers, lazy_rescale=True,
     )  # fmt: skip
 
@@ -48,9 +50,18 @@ def _config(tile_m: int, tile_n: int, num_stages: int, q_in_registers: bool = Fa
 _SM100 = tuple((arch, causal) for arch in ("sm_100a", "sm_103a") for causal in (False, True))
 _SM120 = tuple((arch, causal) for arch in ("sm_120a", "sm_121a") for causal in (False, True))
 
-# Head dimension -> preferences for the pipelined kernel. Two CTAs of four warps leave 255 registers to a thread.
+# Head dimension -> preferences for the pipelined kernel. Two CTAs of four warps leave 255 registers to a thread, three
+# leave 168.
 PIPELINED: tuple[tuple[int, tuple[Preference, ...]], ...] = (
-    (64, (Preference(_config(128, 64, num_stages=2)),)),  # 48 KB
+    (
+        64,
+        (
+            Preference(  # 48 KB
+                _config(128, 64, num_stages=2, ctas_per_sm=3), spills=(("sm_80", True), ("sm_87", True), *_SM100)
+            ),
+            Preference(_config(128, 64, num_stages=2)),
+        ),
+    ),
     (
         128,
         (

@@ -6,17 +6,18 @@ import cutlass
 import cutlass.cute as cute
 
 from cute_fa.device.copies import copy_rows, store_accumulator
-from cute_fa.device.mma import acc_as_rows
 
 
 @cute.jit
-def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, thr_mma, tile_shape: cutlass.Constexpr, queries_left):
-    """Stores the rows' log-sum-exp, one lane of each quad: ``gLSE`` starts at the tile's first query."""
-    cO = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor(tile_shape)))
-    if cO[0, 0][1] == 0:
-        for r in cutlass.range_constexpr(cute.size(cO, mode=[0])):
-            if cO[r, 0][0] < queries_left:
-                gLSE[cO[r, 0][0]] = lse[r]
+def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, coords: cute.Tensor, queries_left):
+    """Stores the rows' log-sum-exp, one lane of each quad.
+
+    ``gLSE`` starts at the tile's first query; ``coords`` are the (row, col) coordinates of a thread's accumulator.
+    """
+    if coords[0, 0][1] == 0:
+        for r in cutlass.range_constexpr(cute.size(coords, mode=[0])):
+            if coords[r, 0][0] < queries_left:
+                gLSE[coords[r, 0][0]] = lse[r]
 
 
 def store_output(acc_O: cute.Tensor, sO: cute.Tensor, gO: cute.Tensor, tiled_mma, store_copy, tidx, queries_left):

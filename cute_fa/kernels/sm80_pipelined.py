@@ -190,11 +190,10 @@ class Sm80Pipelined:
         if cutlass.const_expr(not self.causal):
             # With a mask ptxas has room to keep the thread's place through the loops; without one it spills it.
             tidx, _ = reread_thread_and_cta()
-            thr_mma = tiled_mma.get_slice(tidx)
         gO = row_tile(mO[batch, None, head, None], m_block * tile_m, tile_m)
         if cutlass.const_expr(mLSE is not None):
             gLSE = cute.domain_offset((m_block * tile_m,), mLSE[batch, head, None])
-            store_lse(lse, gLSE, thr_mma, (tile_m, head_dim), queries_left)
+            store_lse(lse, gLSE, cS, queries_left)
         store_output(acc_O, sO, gO, tiled_mma, store_copy, tidx, queries_left)
 
     @cute.jit

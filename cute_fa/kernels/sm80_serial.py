@@ -176,6 +176,6 @@ class Sm80Serial:
         lse = softmax.finish(acc_O)
         if cutlass.const_expr(mLSE is not None):
             gLSE = cute.domain_offset((m_block * tile_m,), mLSE[batch, head, None])
-            store_lse(lse, gLSE, thr_mma, (tile_m, head_dim), queries_left)
+            store_lse(lse, gLSE, cS, queries_left)
         # A warp stores to the rows of Q that it alone has read.
         store_output(acc_O, sO, gO, tiled_mma, store_copy, tidx, queries_left)

@@ -39,6 +39,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cute_fa.arch import get_arch
 from cute_fa.config import Sm90Config
 from cute_fa.device import wgmma
+from cute_fa.device.epilogue import store_lse
 from cute_fa.device.lazy_softmax import LazySoftmax
 from cute_fa.device.mask import key_limits, mask_scores, rows_of
 from cute_fa.device.softmax import LOG2_E
@@ -413,11 +414,10 @@ class Sm90WarpSpecialized:
         rows = tile.m_block * self.num_consumers + consumer.index
         barrier = GROUP_BARRIER + consumer.index
         lse = softmax.finish(consumer.acc_O)
-        if cutlass.const_expr(mLSE is not None) and consumer.cS[0, 0][1] == 0:  # one lane of each quad
-            for r in cutlass.range_constexpr(2):
-                row = rows * wgmma.ROWS + consumer.cS[r, 0][0]
-                if row < seqlen_q:
-                    mLSE[tile.batch, tile.head, row] = lse[r]
+        if cutlass.const_expr(mLSE is not None):
+            first_row = rows * wgmma.ROWS
+            gLSE = cute.domain_offset((first_row,), mLSE[tile.batch, tile.head, None])
+            store_lse(lse, gLSE, consumer.cS, seqlen_q - first_row)
         # All four warps have read Q, where O is to go, or the previous O has left.
         is_storing_warp = cute.arch.make_warp_uniform(consumer.tidx // 32) == 0
         if is_storing_warp:

@@ -174,6 +174,14 @@ def test_kernels_are_named_after_their_rung(name):
     assert kernel_name(rung) == f"cute_fa_{name}"
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_rung_compiles_without_the_log_sum_exp(name):
+    rung = KERNELS[name]
+    ptx = {lse: compiled.get_artifacts(replace(STATIC, return_lse=lse), rung, rung.config, "sm_90a").ptx
+           for lse in (False, True)}  # fmt: skip
+    assert len(ptx[False]) < len(ptx[True])
+
+
 def test_kernel1_and_kernel2_differ_in_the_layout_alone():
     one, two = KERNELS["kernel1"], KERNELS["kernel2"]
     assert one.kernel is two.kernel
