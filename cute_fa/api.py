@@ -101,8 +101,8 @@ def _run_by_operator(q, k, v, causal, softmax_scale, return_lse, out, backward, 
     if out is not None:
         check_out(out, q)
     o, lse = ops.forward(
-        q, k, v, problem.causal, softmax_scale, return_lse, *problem.window_size, options.softcap,
-        options.alibi_slopes, options.sinks, options.attn_bias, kernel, layout,
+        q, k, v, problem.causal, softmax_scale, return_lse, kernel, layout, *problem.window_size, options.softcap,
+        options.alibi_slopes, options.sinks, options.attn_bias,
     )  # fmt: skip
     if out is not None:
         o = out.copy_(o)

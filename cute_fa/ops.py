@@ -14,22 +14,22 @@ from cute_fa.problem import AttentionProblem, ScoreOptions
 from cute_fa.sdpa_backward import attention_gradients
 
 _SCHEMA = (
-    "forward(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, bool return_lse, SymInt window_left, "
-    "SymInt window_right, float softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? attn_bias, str kernel, "
-    "str? layout) -> (Tensor, Tensor)"
+    "forward(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, bool return_lse, str kernel, "
+    "str? layout, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, "
+    "Tensor? sinks=None, Tensor? attn_bias=None) -> (Tensor, Tensor)"
 )
 _library = torch.library.Library("cute_fa", "DEF")
 # Inductor hands over the strides that were traced, so that nothing it chose for itself needs a copy.
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
 
-def _forward(q, k, v, causal, softmax_scale, return_lse, left, right, softcap, slopes, sinks, bias, kernel, layout):
+def _forward(q, k, v, causal, softmax_scale, return_lse, kernel, layout, left, right, softcap, slopes, sinks, bias):
     options = ScoreOptions.of((left, right), softcap, slopes, sinks, bias)
     o, lse = run(q, k, v, causal, softmax_scale, return_lse, None, options, kernel, layout)
     return o, _no_lse(q) if lse is None else lse
 
 
-def _fake_forward(q, k, v, causal, _scale, return_lse, left, right, softcap, slopes, sinks, bias, _kernel, _layout):
+def _fake_forward(q, k, v, causal, _scale, return_lse, _kernel, _layout, left, right, softcap, slopes, sinks, bias):
     options = ScoreOptions.of((left, right), softcap, slopes, sinks, bias)
     problem = AttentionProblem.from_shapes(q, k, v, causal=causal, return_lse=return_lse, options=options)
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -43,7 +43,7 @@ def _no_lse(q: torch.Tensor) -> torch.Tensor:
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.softmax_scale, _, left, right, ctx.softcap, slopes, sinks, bias, *_ = inputs
+    q, k, v, ctx.causal, ctx.softmax_scale, _, _, _, left, right, ctx.softcap, slopes, sinks, bias = inputs
     ctx.window_size = (left, right)
     ctx.save_for_backward(q, k, v, slopes, sinks, bias)
     ctx.mark_non_differentiable(output[1])
@@ -52,10 +52,8 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad_o, _grad_lse):
     q, k, v, *tensors = ctx.saved_tensors
     options = ScoreOptions.of(ctx.window_size, ctx.softcap, *tensors)
-    grads = attention_gradients(
-        q, k, v, grad_o, causal=ctx.causal, softmax_scale=ctx.softmax_scale, options=options
-    )
-    return (*grads[:3], *(None,) * 6, *grads[3:], None, None)
+    grads = attention_gradients(q, k, v, grad_o, causal=ctx.causal, softmax_scale=ctx.softmax_scale, options=options)
+    return (*grads[:3], *(None,) * 8, *grads[3:])
 
 
 def _refuse_vmap(_info, _in_dims, *_args):

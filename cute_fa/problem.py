@@ -151,35 +151,20 @@ class ScoreOptions:
             raise TypeError(f"softcap must be a number, got {_brief(self.softcap)}")
         if not (self.softcap == 0.0 or MIN_SOFTCAP <= self.softcap <= MAX_SOFTCAP):
             raise ValueError(f"softcap must be 0 (off), or from 2**-10 to 2**10, got {self.softcap}")
-        for name, tensor in self.tensors.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
-            if tensor.is_nested or tensor.layout != torch.strided:
-                raise TypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
-            dtypes = {
-                "alibi_slopes": (torch.float32,),
-                "sinks": (torch.float32, like.dtype),
-                "attn_bias": (torch.bool, torch.float32, like.dtype),
-            }[name]
-            if tensor.dtype not in dtypes:
-                raise TypeError(f"{name} must be {_either(dtypes)}, got {tensor.dtype}")
-            if tensor.device != like.device:
-                raise ValueError(f"{name} must be on the device of q ({like.device}), got a tensor on {tensor.device}")
-        slopes, sinks, bias = self.alibi_slopes, self.sinks, self.attn_bias
-        if slopes is not None and tuple(slopes.shape) not in ((num_heads,), (batch, num_heads)):
-            raise ValueError(
-                f"alibi_slopes must have the shape (H,) or (B, H), here ({num_heads},) or {(batch, num_heads)}, got "
-                f"{_shape(slopes)}"
-            )
-        if sinks is not None and tuple(sinks.shape) != (num_heads,):
-            raise ValueError(f"sinks must have the shape (H,), here ({num_heads},), got {_shape(sinks)}")
-        if bias is not None:
-            full = (batch, num_heads, seqlen_q, seqlen_k)
-            if bias.dim() > 4 or any(
-                have != 1 and have != want
-                for have, want in zip(bias.shape, full[4 - bias.dim() :], strict=True)
-            ):
-                raise ValueError(f"attn_bias must broadcast to (B, H, S_q, S_k), here {full}, got {_shape(bias)}")
+        slopes, sinks = self.alibi_slopes, self.sinks
+        if slopes is not None:
+            _check_option("alibi_slopes", slopes, (torch.float32,), like)
+            if tuple(slopes.shape) not in ((num_heads,), (batch, num_heads)):
+                raise ValueError(
+                    f"alibi_slopes must have the shape (H,) or (B, H), here ({num_heads},) or {(batch, num_heads)}, "
+                    f"got {_shape(slopes)}"
+                )
+        if sinks is not None:
+            _check_option("sinks", sinks, (torch.float32, like.dtype), like)
+            if tuple(sinks.shape) != (num_heads,):
+                raise ValueError(f"sinks must have the shape (H,), here ({num_heads},), got {_shape(sinks)}")
+        if self.attn_bias is not None:
+            check_bias("attn_bias", self.attn_bias, (batch, num_heads, seqlen_q, seqlen_k), like)
 
     def check_memory(self) -> None:
         """Checks the values of tensors that passed ``check``: they are there, and nobody wants their gradient."""
@@ -429,6 +414,30 @@ def check_out_memory(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: tor
             )
 
 
+def check_bias(name: str, bias, full: tuple[int, int, int, int], like: torch.Tensor) -> None:
+    """Checks a bias or mask that is to broadcast to (B, H, S_q, S_k), beside q of ``like``'s dtype and device.
+
+    Raises:
+        TypeError, ValueError: by the name that its caller knows it by.
+    """
+    _check_option(name, bias, (torch.bool, torch.float32, like.dtype), like)
+    if bias.dim() > 4 or any(
+        have != 1 and have != want for have, want in zip(bias.shape, full[4 - bias.dim() :], strict=True)
+    ):
+        raise ValueError(f"{name} must broadcast to (B, H, S_q, S_k), here {full}, got {_shape(bias)}")
+
+
+def _check_option(name: str, tensor, dtypes: tuple[torch.dtype, ...], like: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be {_either(dtypes)}, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} must be on the device of q ({like.device}), got a tensor on {tensor.device}")
+
+
 def _window_sides(window_size) -> tuple[int, int]:
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise TypeError(f"window_size must be a pair (left, right), got {_brief(window_size)}")
@@ -468,7 +477,7 @@ def _brief(value) -> str:
 
 def _either(options) -> str:
     *rest, last = (str(option) for option in options)
-    return ", ".join(rest) + f" or {last}"
+    return f"{', '.join(rest)} or {last}" if rest else last
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -67,7 +67,7 @@ def attention_reference(
             scores = scores.masked_fill(hidden, -math.inf)
             row_max = scores.amax(1, keepdim=True) if seqlen_k else scores.new_full((seqlen_q, 1), -math.inf)
             if sinks is not None:
-                row_max = row_max.clamp(min=sinks[h].item())
+                row_max = torch.maximum(row_max, sinks[h].to(dtype))
             reference = torch.where(row_max == -math.inf, 0.0, row_max)
             probs = torch.exp(scores - reference)
             row_sum = probs.sum(1, keepdim=True)

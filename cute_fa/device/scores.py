@@ -1,7 +1,6 @@
 """What changes scores between the product with K and the softmax: softcap, ALiBi, an additive bias, a boolean mask.
 
-A score s is the raw product q k. Each step takes the scaled score of flash-attn's and PyTorch's definitions to the next,
-in this order:
+The definitions are flash-attn's and PyTorch's, in this order:
 
     s = softmax_scale * q k
     s = softcap * tanh(s / softcap)
@@ -77,9 +76,7 @@ class ScoreModifier:
         slope = arguments.alibi_slopes[batch, head] * LOG2_E if features.alibi else None
         bias = arguments.attn_bias[batch, head, None, None] if features.bias is not None else None
         position = first_query + seqlen_k - seqlen_q
-        return ScoreModifier(
-            features, scale_log2, softcap, slope, bias, first_query, position, seqlen_q, seqlen_k
-        )
+        return ScoreModifier(features, scale_log2, softcap, slope, bias, first_query, position, seqlen_q, seqlen_k)
 
     @property
     def softmax_scale_log2(self) -> cutlass.Float32:
@@ -115,9 +112,10 @@ class ScoreModifier:
         The error is some 2**-22 of softcap, where tanh.approx, one instruction, has 2**-11 of tanh's value.
         """
         twice_x = 2.0 * LOG2_E * self.scale_log2 / self.softcap  # scale_log2 and softcap both have log2(e)
-        for i in cutlass.range_constexpr(cute.size(scores)):
-            inverse = cute.arch.rcp_approx(1.0 + cute.math.exp2(scores[i] * twice_x, fastmath=True))
-            scores[i] = self.softcap - 2.0 * self.softcap * inverse
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                inverse = cute.arch.rcp_approx(1.0 + cute.math.exp2(scores[r, c] * twice_x, fastmath=True))
+                scores[r, c] = self.softcap - 2.0 * self.softcap * inverse
 
     @cute.jit
     def _add_alibi(self, scores: cute.Tensor, coords: cute.Tensor, first_key):

@@ -69,9 +69,7 @@ class Sm80Pipelined:
         require_tiles(config, head_dim)
         require_smem(Sm80Pipelined.smem_bytes(head_dim, config), config, head_dim, arch)
 
-    def __init__(
-        self, head_dim: int, causal: bool, config: PipelinedConfig, features: ScoreFeatures = NO_FEATURES
-    ):
+    def __init__(self, head_dim: int, causal: bool, config: PipelinedConfig, features: ScoreFeatures = NO_FEATURES):
         self.head_dim = head_dim
         self.bounded_right = causal or features.window_right
         self.config = config
