@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 
 from cute_fa import ops  # registers torch.ops.cute_fa.forward
 from cute_fa.plan import run
-from cute_fa.problem import NO_OPTIONS, AttentionProblem, ScoreOptions, check_no_grad, check_out
+from cute_fa.problem import AttentionProblem, ScoreOptions, check_no_grad, check_out
 from layouts import SmemLayout
 
 BACKWARDS = ("sdpa",)
@@ -22,9 +22,13 @@ def forward(
     causal: bool = False,
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    attn_bias: Tensor | None = None,
     out: Tensor | None = None,
     backward: str | None = None,
-    options: ScoreOptions = NO_OPTIONS,
     kernel: str = "auto",
     layout: str | SmemLayout | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -41,23 +45,31 @@ def forward(
         causal: query i sees keys up to i + S_k - S_q: the last query sees the last key.
         softmax_scale: greater than 0 (2**-126 to 2**64); 1 / sqrt(D) when None.
         return_lse: also return the log-sum-exp of the scaled scores.
+        window_size: (left, right): the query at position p = i + S_k - S_q sees keys p - left to p + right; -1 is no
+            bound on a side. ``causal`` makes right 0.
+        softcap: above 0 (2**-10 to 2**10), softcap * tanh(s / softcap) takes the place of every scaled score s.
+        alibi_slopes: (H,) or (B, H), fp32: -slope * |p - j| is added to the score of key j.
+        sinks: (H,), fp32 or q's dtype: a logit of each head that joins the sum under every row's softmax.
+        attn_bias: what broadcasts to (B, H, S_q, S_k), any strides: added to the scores, fp32 or q's dtype, or bool
+            with False where a key is hidden. See ``cute_fa.problem.ScoreOptions`` for its corners.
         out: a tensor that o is written into, of q's shape, dtype and device, with rows at multiples of 16 bytes, and
             no memory shared with q, k or v.
         backward: None: inputs that require gradients are refused. "sdpa": autograd goes back through PyTorch's
-            scaled_dot_product_attention, which computes the attention again. lse has no gradient.
-        options: a sliding window, softcap, ALiBi slopes, sinks, a bias; what no kernel has yet is refused by name.
+            scaled_dot_product_attention, which computes the attention again; with an argument that changes scores,
+            through operators of PyTorch that hold all B H S_q S_k scores, in fp32. lse has no gradient.
         kernel: a rung of the ladder ("kernel1", ...), or "auto" for the best.
         layout: another shared-memory layout for that kernel, by its name in the catalog or as a value.
 
     Returns:
         o (B, S_q, H, D), dtype and device of q, contiguous, or ``out``; with ``return_lse`` also lse (B, H, S_q),
-        fp32, natural logarithm. A query that sees no key has o = 0 and lse = -inf.
+        fp32, natural logarithm. A query that sees no key has o = 0 and lse = -inf, or its head's sink.
 
     Raises:
         TypeError, ValueError: before anything is launched, naming the argument and what is allowed.
         NotImplementedError: likewise, for what is planned.
         EmulationError: on the CPU, a fault of the kernel, or more work than the emulator should be given.
     """
+    options = ScoreOptions.of(window_size, softcap, alibi_slopes, sinks, attn_bias)
     if (
         backward is not None
         or type(q) is not Tensor
@@ -80,7 +92,7 @@ def _run_by_operator(q, k, v, causal, softmax_scale, return_lse, out, backward, 
     if backward not in (None, *BACKWARDS):
         raise ValueError(f"backward must be None or {' or '.join(map(repr, BACKWARDS))}, got {backward!r}")
     if backward is None or out is not None:
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
+        for name, tensor in {"q": q, "k": k, "v": v, **options.tensors}.items():
             check_no_grad(name, tensor)
     if not isinstance(kernel, str):
         raise TypeError(f"kernel must be the name of a kernel, got {type(kernel).__name__}")
@@ -88,7 +100,10 @@ def _run_by_operator(q, k, v, causal, softmax_scale, return_lse, out, backward, 
         raise TypeError(f"layout must be a name of the catalog or None for an operator, got {type(layout).__name__}")
     if out is not None:
         check_out(out, q)
-    o, lse = ops.forward(q, k, v, problem.causal, softmax_scale, return_lse, kernel, layout)
+    o, lse = ops.forward(
+        q, k, v, problem.causal, softmax_scale, return_lse, kernel, layout, *problem.window_size, options.softcap,
+        options.alibi_slopes, options.sinks, options.attn_bias,
+    )  # fmt: skip
     if out is not None:
         o = out.copy_(o)
     return o, lse

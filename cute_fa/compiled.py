@@ -29,10 +29,16 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_fa.cache import cache_dir
 from cute_fa.config import KernelConfig
+from cute_fa.device.scores import ScoreArguments
 from cute_fa.ladder import Rung
 from cute_fa.problem import VECTOR, VECTOR_BYTES, StaticProblem
 
-_CUTE_DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
+_CUTE_DTYPES = {
+    torch.float16: cutlass.Float16,
+    torch.bfloat16: cutlass.BFloat16,
+    torch.float32: cutlass.Float32,
+    torch.bool: cutlass.Uint8,
+}
 _EXPORTED_NAME = "cute_fa_forward"
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _compile_lock = threading.RLock()  # the DSL traces into process-wide state
@@ -50,7 +56,8 @@ class Artifacts:
 def get_compiled(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str) -> Callable:
     """The compiled kernel as a function of (q, k, v, o, lse or None, softmax_scale), on torch tensors.
 
-    A rung that splits the keys takes (workspace, num_splits) besides; ``launch.get_launch`` supplies them.
+    With score options it takes a ``ScoreArguments`` besides, of torch tensors and numbers. A rung that splits the keys
+    takes (workspace, num_splits); ``launch.get_launch`` supplies them.
 
     It launches on the current stream of the tensors' device.
     """
@@ -138,16 +145,45 @@ def _compile(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str,
     if static.return_lse:
         shape, strides = (batch, num_heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1)
         mLSE = make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
-    kernel = rung.kernel(static.head_dim, static.causal, config)
-    splitting = ()
+    entry = kernel = rung.kernel(static.head_dim, static.causal, config)
+    extra = ()
+    if static.features.options:
+        kernel = rung.kernel(static.head_dim, static.causal, config, static.features)
+        entry, extra = kernel.with_options, (_fake_arguments(static, batch, num_heads, seqlen_q, seqlen_k),)
     _name(rung.kernel.kernel, kernel_name(rung))
     if rung.splits_keys:
         _name(rung.kernel.combine, combine_name(rung))
         workspace = make_fake_tensor(cutlass.Float32, (cute.sym_int32(),), (1,), assumed_align=VECTOR_BYTES)
-        splitting = (workspace, cutlass.Int32(1))
+        extra = (workspace, cutlass.Int32(1))
     stream = make_fake_stream(use_tvm_ffi_env_stream="tvm-ffi" in options)
     scale = cutlass.Float32(1.0)
-    return cute.compile(kernel, mQ, mK, mV, mO, mLSE, scale, *splitting, stream, options=f"--gpu-arch {arch} {options}")
+    return cute.compile(entry, mQ, mK, mV, mO, mLSE, scale, *extra, stream, options=f"--gpu-arch {arch} {options}")
+
+
+def _fake_arguments(static: StaticProblem, batch, num_heads, seqlen_q, seqlen_k) -> ScoreArguments:
+    """Stand-ins for the values of the score options, of the problem's own extents."""
+    features = static.features
+
+    def fake(dtype, shape, strides):
+        return make_fake_tensor(dtype, shape, strides, assumed_align=dtype.width // 8)
+
+    bias = features.bias
+    return ScoreArguments(
+        softcap=cutlass.Float32(1.0) if features.softcap else None,
+        window_left=cutlass.Int32(1) if features.window_left else None,
+        window_right=cutlass.Int32(1) if features.window_right else None,
+        alibi_slopes=fake(cutlass.Float32, (batch, num_heads), (cute.sym_int64(), cute.sym_int64()))
+        if features.alibi
+        else None,
+        sinks=fake(cutlass.Float32, (num_heads,), (1,)) if features.sinks else None,
+        attn_bias=None
+        if bias is None
+        else fake(
+            _CUTE_DTYPES[bias],
+            (batch, num_heads, seqlen_q, seqlen_k),
+            (*(cute.sym_int64() for _ in range(3)), 1),
+        ),
+    )
 
 
 def kernel_name(rung: Rung) -> str:

@@ -247,8 +247,8 @@ def select(
 ) -> tuple[Rung, KernelConfig]:
     """The rung that serves a problem on an architecture ("sm_80", "sm_90a"), and its configuration.
 
-    "auto" is the highest rung that the architecture runs and that takes the head dimension and the layout; one
-    made for few queries comes before all others if these are few.
+    "auto" is the highest rung that the architecture runs and that takes the head dimension, the layout and the score
+    options; one made for few queries comes before all others if these are few.
 
     Raises:
         ValueError, TypeError: an unknown kernel or layout, or one that the kernel can't take (of "auto", the
@@ -260,7 +260,13 @@ def select(
         rows = problem.seqlen_q * (problem.num_heads // problem.num_heads_kv)
         rungs = [rung for rung in reversed(LADDER) if rung.runs_on(arch) and rows <= (rung.max_rows or rows)]
         rungs.sort(key=lambda rung: rung.max_rows is None)
-    for rung in rungs:
+    wanted = problem.static.features.options
+    able = [rung for rung in rungs if wanted <= rung.kernel.score_options]
+    if not able:
+        missing = ", ".join(sorted(wanted - rungs[0].kernel.score_options))
+        others = ", ".join(rung.name for rung in LADDER if wanted <= rung.kernel.score_options and rung.runs_on(arch))
+        raise ValueError(f"kernel must be auto or one that has {missing} ({others}), got {kernel!r}")
+    for rung in able:
         config = choose(rung, problem, arch, layout).config
         try:
             rung.kernel.check(problem.head_dim, config, arch)

@@ -8,12 +8,15 @@ import torch
 
 from cute_fa.compiled import get_compiled
 from cute_fa.config import KernelConfig
+from cute_fa.device.scores import ScoreArguments
 from cute_fa.ladder import Rung
-from cute_fa.problem import AttentionProblem
+from cute_fa.problem import AttentionProblem, ScoreFeatures, ScoreOptions
 
 
 def get_launch(problem: AttentionProblem, rung: Rung, config: KernelConfig, arch: str) -> Callable:
     """A function of (q, k, v, o, lse or None, softmax_scale) for tensors of this problem's shapes on its device.
+
+    With score options the function takes ``score_arguments`` besides.
 
     A rung that splits the keys allocates what its splits leave to be merged at each call, on the current stream.
     """
@@ -32,3 +35,32 @@ def get_launch(problem: AttentionProblem, rung: Rung, config: KernelConfig, arch
         compiled(q, k, v, o, lse, softmax_scale, workspace, num_splits)
 
     return launch
+
+
+def score_arguments(options: ScoreOptions, features: ScoreFeatures, q: torch.Tensor, k: torch.Tensor) -> ScoreArguments:
+    """The values of checked options as a kernel that is compiled with ``features`` takes them, None for what is off.
+
+    Tensors are views of the caller's with a stride of 0 where they are broadcast, wherever a kernel can read them so.
+    """
+    batch, seqlen_q, num_heads, _ = q.shape
+    left, right = options.window_size
+    slopes, sinks, bias = options.alibi_slopes, options.sinks, options.attn_bias
+    return ScoreArguments(
+        softcap=float(options.softcap) if features.softcap else None,
+        window_left=left if features.window_left else None,
+        window_right=right if features.window_right else None,
+        alibi_slopes=None if slopes is None else slopes.detach().expand(batch, num_heads),
+        sinks=None if sinks is None else sinks.detach().to(torch.float32).contiguous(),
+        attn_bias=None if bias is None else _bias_rows(bias.detach(), (batch, num_heads, seqlen_q, k.shape[1])),
+    )
+
+
+def _bias_rows(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
+    """The bias of every score, its rows contiguous; a mask as bytes."""
+    if bias.dtype == torch.bool:
+        bias = bias.view(torch.uint8)
+    bias = bias[(None,) * (4 - bias.dim())]
+    if bias.stride(3) != 1 or bias.shape[3] != shape[3]:
+        once = bias[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in bias.stride()[:3])]
+        bias = once.expand(*once.shape[:3], shape[3]).contiguous()
+    return bias.expand(shape)

@@ -10,25 +10,28 @@ from __future__ import annotations
 import torch
 
 from cute_fa.plan import run
-from cute_fa.problem import NO_OPTIONS, AttentionProblem
+from cute_fa.problem import AttentionProblem, ScoreOptions
 from cute_fa.sdpa_backward import attention_gradients
 
 _SCHEMA = (
     "forward(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, bool return_lse, str kernel, "
-    "str? layout) -> (Tensor, Tensor)"
+    "str? layout, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, "
+    "Tensor? sinks=None, Tensor? attn_bias=None) -> (Tensor, Tensor)"
 )
 _library = torch.library.Library("cute_fa", "DEF")
 # Inductor hands over the strides that were traced, so that nothing it chose for itself needs a copy.
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
 
-def _forward(q, k, v, causal, softmax_scale, return_lse, kernel, layout):
-    o, lse = run(q, k, v, causal, softmax_scale, return_lse, None, NO_OPTIONS, kernel, layout)
+def _forward(q, k, v, causal, softmax_scale, return_lse, kernel, layout, left, right, softcap, slopes, sinks, bias):
+    options = ScoreOptions.of((left, right), softcap, slopes, sinks, bias)
+    o, lse = run(q, k, v, causal, softmax_scale, return_lse, None, options, kernel, layout)
     return o, _no_lse(q) if lse is None else lse
 
 
-def _fake_forward(q, k, v, causal, softmax_scale, return_lse, kernel, layout):
-    problem = AttentionProblem.from_shapes(q, k, v, causal=causal, return_lse=return_lse)
+def _fake_forward(q, k, v, causal, _scale, return_lse, _kernel, _layout, left, right, softcap, slopes, sinks, bias):
+    options = ScoreOptions.of((left, right), softcap, slopes, sinks, bias)
+    problem = AttentionProblem.from_shapes(q, k, v, causal=causal, return_lse=return_lse, options=options)
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not return_lse:
         return o, _no_lse(q)
@@ -40,14 +43,17 @@ def _no_lse(q: torch.Tensor) -> torch.Tensor:
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.softmax_scale, *_ = inputs
-    ctx.save_for_backward(q, k, v)
+    q, k, v, ctx.causal, ctx.softmax_scale, _, _, _, left, right, ctx.softcap, slopes, sinks, bias = inputs
+    ctx.window_size = (left, right)
+    ctx.save_for_backward(q, k, v, slopes, sinks, bias)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, grad_o, _grad_lse):
-    grads = attention_gradients(*ctx.saved_tensors, grad_o, causal=ctx.causal, softmax_scale=ctx.softmax_scale)
-    return (*grads, None, None, None, None, None)
+    q, k, v, *tensors = ctx.saved_tensors
+    options = ScoreOptions.of(ctx.window_size, ctx.softcap, *tensors)
+    grads = attention_gradients(q, k, v, grad_o, causal=ctx.causal, softmax_scale=ctx.softmax_scale, options=options)
+    return (*grads[:3], *(None,) * 8, *grads[3:])
 
 
 def _refuse_vmap(_info, _in_dims, *_args):

@@ -10,13 +10,14 @@ import torch
 from cute_fa.arch import arch_of_capability
 from cute_fa.emulator import DEFAULT_ARCH, emulated_launch
 from cute_fa.ladder import select
-from cute_fa.launch import get_launch
+from cute_fa.launch import get_launch, score_arguments
 from cute_fa.problem import (
     MAX_ROW_STRIDE,
     NO_OPTIONS,
     VECTOR,
     VECTOR_BYTES,
     AttentionProblem,
+    ScoreFeatures,
     ScoreOptions,
     check_out,
     check_out_memory,
@@ -34,6 +35,7 @@ class Plan:
     awkward: bool  # whether q, k or v has strides that the kernels can't take
     default_scale: float
     device_index: int | None  # None: not a CUDA device
+    features: ScoreFeatures | None  # of the kernel; None: it takes no score options
     outs: dict[tuple, _Out]  # what was checked of the tensors that callers wanted o in, by shape and strides
 
 
@@ -76,16 +78,22 @@ def run(
     if plan.launch is None:
         o.zero_()
         if lse is not None:
-            lse.fill_(-torch.inf)
+            lse.copy_(_lse_of_no_key(options))
         return out, lse
     if plan.awkward:
         q, k, v = (_with_plain_strides(tensor) for tensor in (q, k, v))
+    extra = () if plan.features is None else (score_arguments(options, plan.features, q, k),)
     if plan.device_index is None or plan.device_index == torch.cuda.current_device():
-        plan.launch(q, k, v, o, lse, scale)
+        plan.launch(q, k, v, o, lse, scale, *extra)
     else:
         with torch.cuda.device(plan.device_index):
-            plan.launch(q, k, v, o, lse, scale)
+            plan.launch(q, k, v, o, lse, scale, *extra)
     return out, lse
+
+
+def _lse_of_no_key(options: ScoreOptions) -> torch.Tensor:
+    """lse of rows that see no key, to be broadcast to (B, H, S_q)."""
+    return torch.tensor(-torch.inf) if options.sinks is None else options.sinks.detach()[:, None]
 
 
 def _writable(plan: Plan, out, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -116,13 +124,14 @@ def _plan_for(q, k, v, causal, return_lse, options, kernel, layout) -> Plan:
             q.device, k.device, v.device,
             # By identity, since 1 == True: what is no bool must reach the checks.
             causal is True, causal is False, return_lse is True, return_lse is False,
-            _OFF if options is NO_OPTIONS else options, kernel, layout,
+            _OFF if options is NO_OPTIONS else options.key, kernel, layout,
         )  # fmt: skip
         plan = _plans.get(key)
         if (
             plan is not None
             and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES
             and not ((q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled())
+            and (options is NO_OPTIONS or not options.needs_grad)
         ):
             return plan
     except (AttributeError, TypeError, RuntimeError):
@@ -153,7 +162,9 @@ def _make_plan(q, k, v, causal, return_lse, options, kernel, layout) -> Plan:
         else:
             with torch.cuda.device(device):
                 launch = get_launch(problem, rung, config, arch)
-    return Plan(problem, launch, awkward, problem.softmax_scale(None), device.index, {})
+    features = problem.static.features
+    features = features if features.options else None
+    return Plan(problem, launch, awkward, problem.softmax_scale(None), device.index, features, {})
 
 
 def _is_awkward(strides: tuple[int, ...]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -18,6 +18,55 @@ MAX_ROW_STRIDE = 2**24  # elements from one position to the next: 128 rows of a 
 MAX_CTAS = 2**31 - 1  # x extent of a grid
 
 
+MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-10, 2.0**10  # beyond, fp32 loses too much of softcap tanh(s / softcap)
+HIDING_BIAS = -(2.0**125)  # below, a bias hides its key as -inf does
+# The arguments that change scores, by which a kernel says what it has.
+SCORE_OPTIONS = frozenset(("window_size", "softcap", "alibi_slopes", "sinks", "attn_bias"))
+
+
+@dataclass(frozen=True)
+class ScoreFeatures:
+    """Which score options a kernel is compiled with; ``ScoreOptions`` says what they mean.
+
+    Args:
+        window_left, window_right: whether the window hides a key on that side; right not beside a causal mask.
+        softcap, alibi, sinks: whether there is one.
+        bias: the dtype of ``attn_bias``; None without one.
+    """
+
+    window_left: bool = False
+    window_right: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    bias: torch.dtype | None = None
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether the bias is a boolean mask."""
+        return self.bias == torch.bool
+
+    @property
+    def scales(self) -> bool:
+        """Whether scores are scaled before the softmax, since something follows their scale."""
+        return self.softcap or self.alibi or (self.bias is not None and not self.is_mask)
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The arguments that are in use, of ``SCORE_OPTIONS``."""
+        used = {
+            "window_size": self.window_left or self.window_right,
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi,
+            "sinks": self.sinks,
+            "attn_bias": self.bias is not None,
+        }
+        return frozenset(name for name, is_used in used.items() if is_used)
+
+
+NO_FEATURES = ScoreFeatures()
+
+
 @dataclass(frozen=True)
 class StaticProblem:
     """The part of a problem that a kernel is compiled for; all else is a run-time value."""
@@ -26,21 +75,24 @@ class StaticProblem:
     head_dim: int
     causal: bool
     return_lse: bool
+    features: ScoreFeatures = NO_FEATURES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScoreOptions:
     """What changes the scores besides their scale and the causal mask; the defaults change nothing.
 
-    Names and meanings are those of flash-attn 2.8. Query i is at position p = i + S_k - S_q, so that the last query
-    stands at the last key.
+    Names and meanings are those of flash-attn 2.8 and, of the last two, of transformers and PyTorch. Query i is at
+    position p = i + S_k - S_q, so that the last query stands at the last key.
 
     Args:
         window_size: (left, right): the query sees keys p - left to p + right; -1 is no bound on a side.
-        softcap: above 0, softcap tanh(s / softcap) takes the place of every scaled score s.
+        softcap: above 0 (2**-10 to 2**10), softcap tanh(s / softcap) takes the place of every scaled score s.
         alibi_slopes: (H,) or (B, H), fp32: -slope |p - j| is added to the score of key j.
-        sinks: (H,), a logit of each head that joins the sum under every row's softmax.
-        attn_bias: broadcast to (B, H, S_q, S_k): added to the scores, or bool with False where a key is hidden.
+        sinks: (H,), fp32 or q's dtype: a logit of each head that joins the sum under every row's softmax.
+        attn_bias: broadcast to (B, H, S_q, S_k), any strides: added to the scores, in fp32 or q's dtype; or bool with
+            False where a key is hidden. Values below -2**125 hide a key as -inf does. A tensor whose last dimension
+            is broadcast or not contiguous is copied at each call.
     """
 
     window_size: tuple[int, int] = (-1, -1)
@@ -49,33 +101,85 @@ class ScoreOptions:
     sinks: torch.Tensor | None = None
     attn_bias: torch.Tensor | None = None
 
-    def resolved_causal(self, causal: bool, seqlen_q: int, seqlen_k: int) -> bool:
-        """Whether the problem is causal, once a window that does no more than that is taken away.
+    @staticmethod
+    def of(window_size, softcap, alibi_slopes=None, sinks=None, attn_bias=None) -> ScoreOptions:
+        """The same as the class, but ``NO_OPTIONS`` itself where all are off."""
+        if (
+            alibi_slopes is None
+            and sinks is None
+            and attn_bias is None
+            and type(softcap) is float
+            and softcap == 0.0
+            and type(window_size) is tuple
+            and window_size == (-1, -1)
+        ):
+            return NO_OPTIONS
+        return ScoreOptions(window_size, softcap, alibi_slopes, sinks, attn_bias)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that are given, by their names."""
+        named = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks, "attn_bias": self.attn_bias}
+        return {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def key(self) -> tuple:
+        """All that a launch depends on but the tensors' values; types too, since 1 == True."""
+        tensors = tuple((t.shape, t.stride(), t.dtype, t.device) for t in self.tensors.values())
+        sizes, given = self.window_size, tuple(self.tensors)
+        return sizes, tuple(map(type, sizes)), self.softcap, type(self.softcap), given, tensors
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether autograd would record one of the tensors."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors.values())
+
+    def of_member(self, i: int) -> ScoreOptions:
+        """The options of one member of the batch, as a batch of its own."""
+        if self.alibi_slopes is None or self.alibi_slopes.dim() == 1:
+            return self
+        return replace(self, alibi_slopes=self.alibi_slopes[i])
+
+    def check(self, batch: int, seqlen_q: int, seqlen_k: int, num_heads: int, like: torch.Tensor) -> None:
+        """Checks the options beside q, of ``like``'s dtype and device.
 
         Raises:
-            TypeError, ValueError: a window that is no pair of lengths, a softcap that is no number of 0 or more.
-            NotImplementedError: an option that no kernel of the ladder has.
+            TypeError, ValueError: naming the argument, what it was and what is allowed.
         """
-        for name in ("alibi_slopes", "sinks", "attn_bias"):
-            if (value := getattr(self, name)) is not None:
-                raise NotImplementedError(f"{name} must be None: it is planned, not supported yet, got {_brief(value)}")
-        if isinstance(self.softcap, bool) or not isinstance(self.softcap, float | int):
+        _window_sides(self.window_size)
+        if isinstance(self.softcap, bool) or not isinstance(self.softcap, float | int | torch.SymFloat | torch.SymInt):
             raise TypeError(f"softcap must be a number, got {_brief(self.softcap)}")
-        if not self.softcap >= 0.0:
-            raise ValueError(f"softcap must be 0 (off) or more, got {self.softcap}")
-        if self.softcap != 0.0:
-            raise NotImplementedError(f"softcap must be 0 (off): it is planned, not supported yet, got {self.softcap}")
-        left, right = _window_sides(self.window_size)
-        causal = causal or right == 0
-        cuts_left = left != -1 and left < seqlen_k - 1
-        cuts_right = right != -1 and not causal and right < seqlen_q - 1
-        if cuts_left or cuts_right:
-            raise NotImplementedError(
-                f"window_size must leave all {seqlen_k} keys in sight: left -1 or at least {max(seqlen_k - 1, 0)}, "
-                f"right -1, 0 or at least {max(seqlen_q - 1, 0)}; shorter ones are planned, not supported yet, got "
-                f"{self.window_size}"
-            )
-        return causal
+        if not (self.softcap == 0.0 or MIN_SOFTCAP <= self.softcap <= MAX_SOFTCAP):
+            raise ValueError(f"softcap must be 0 (off), or from 2**-10 to 2**10, got {self.softcap}")
+        slopes, sinks = self.alibi_slopes, self.sinks
+        if slopes is not None:
+            _check_option("alibi_slopes", slopes, (torch.float32,), like)
+            if tuple(slopes.shape) not in ((num_heads,), (batch, num_heads)):
+                raise ValueError(
+                    f"alibi_slopes must have the shape (H,) or (B, H), here ({num_heads},) or {(batch, num_heads)}, "
+                    f"got {_shape(slopes)}"
+                )
+        if sinks is not None:
+            _check_option("sinks", sinks, (torch.float32, like.dtype), like)
+            if tuple(sinks.shape) != (num_heads,):
+                raise ValueError(f"sinks must have the shape (H,), here ({num_heads},), got {_shape(sinks)}")
+        if self.attn_bias is not None:
+            check_bias("attn_bias", self.attn_bias, (batch, num_heads, seqlen_q, seqlen_k), like)
+
+    def check_memory(self) -> None:
+        """Checks the values of tensors that passed ``check``: they are there, and nobody wants their gradient."""
+        for name, tensor in self.tensors.items():
+            _check_values(name, tensor)
+            check_no_grad(name, tensor)
+
+    @property
+    def features(self) -> ScoreFeatures:
+        """What a kernel needs for them; of the window, whether a side has a bound, hidden keys or not."""
+        left, right = self.window_size
+        bias = None if self.attn_bias is None else self.attn_bias.dtype
+        return ScoreFeatures(
+            left != -1, right != -1, self.softcap != 0.0, self.alibi_slopes is not None, self.sinks is not None, bias
+        )
 
 
 NO_OPTIONS = ScoreOptions()
@@ -95,10 +199,19 @@ class AttentionProblem:
     device: torch.device
     causal: bool
     return_lse: bool
+    window_size: tuple[int, int] = (-1, -1)
+    features: ScoreFeatures = NO_FEATURES
 
     @property
     def static(self) -> StaticProblem:
-        return StaticProblem(self.dtype, self.head_dim, self.causal, self.return_lse)
+        """What to compile for: a window that hides no key, or no more than the causal mask, is none."""
+        left, right = self.window_size
+        features = replace(
+            self.features,
+            window_left=left != -1 and left < self.seqlen_k - 1,
+            window_right=right != -1 and not self.causal and right < self.seqlen_q - 1,
+        )
+        return StaticProblem(self.dtype, self.head_dim, self.causal, self.return_lse, features)
 
     @property
     def lse_shape(self) -> tuple[int, int, int]:
@@ -113,12 +226,13 @@ class AttentionProblem:
         Raises:
             TypeError: an argument is not a tensor or a bool, or has an unsupported or different dtype.
             ValueError: shapes, strides, devices, alignment or gradients that attention can't take.
-            NotImplementedError: an option that no kernel has.
+            NotImplementedError: tensors inside a transform of torch.func.
         """
         problem = AttentionProblem.from_shapes(q, k, v, causal=causal, return_lse=return_lse, options=options)
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             _check_memory(name, tensor)
             check_no_grad(name, tensor)
+        options.check_memory()
         problem._check_limits()
         return problem
 
@@ -163,10 +277,11 @@ class AttentionProblem:
             raise ValueError(
                 f"q must have a number of heads that is a multiple of k's and v's ({num_heads_kv}), got {num_heads}"
             )
-        causal = options.resolved_causal(causal, seqlen_q, seqlen_k)
+        options.check(batch, seqlen_q, seqlen_k, num_heads, q)
         return AttentionProblem(
-            batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, q.dtype, q.device, causal, return_lse
-        )
+            batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, q.dtype, q.device,
+            causal or options.window_size[1] == 0, return_lse, tuple(options.window_size), options.features,
+        )  # fmt: skip
 
     def _check_limits(self) -> None:
         """Extents beyond which positions or offsets leave int32 in a kernel."""
@@ -216,8 +331,8 @@ def _check_tensor(name: str, tensor) -> None:
         )
 
 
-def _check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raises unless the tensor's own values lie in memory, from a 16-byte boundary on."""
+def _check_values(name: str, tensor: torch.Tensor) -> None:
+    """Raises unless the tensor's own values lie in memory."""
     if is_functorch_wrapped_tensor(tensor):
         raise NotImplementedError(
             f"{name} must not be inside torch.vmap or another transform of torch.func, got a tensor that is: fold the "
@@ -225,6 +340,11 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_neg():
         raise TypeError(f"{name} must not be lazily negated, got such a view; call .resolve_neg() on it")
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """The same, from a 16-byte boundary on."""
+    _check_values(name, tensor)
     if tensor.data_ptr() % VECTOR_BYTES:
         raise ValueError(
             f"{name} must start at an address that is a multiple of {VECTOR_BYTES} bytes, got one that is off by "
@@ -294,12 +414,36 @@ def check_out_memory(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: tor
             )
 
 
+def check_bias(name: str, bias, full: tuple[int, int, int, int], like: torch.Tensor) -> None:
+    """Checks a bias or mask that is to broadcast to (B, H, S_q, S_k), beside q of ``like``'s dtype and device.
+
+    Raises:
+        TypeError, ValueError: by the name that its caller knows it by.
+    """
+    _check_option(name, bias, (torch.bool, torch.float32, like.dtype), like)
+    if bias.dim() > 4 or any(
+        have != 1 and have != want for have, want in zip(bias.shape, full[4 - bias.dim() :], strict=True)
+    ):
+        raise ValueError(f"{name} must broadcast to (B, H, S_q, S_k), here {full}, got {_shape(bias)}")
+
+
+def _check_option(name: str, tensor, dtypes: tuple[torch.dtype, ...], like: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be {_either(dtypes)}, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} must be on the device of q ({like.device}), got a tensor on {tensor.device}")
+
+
 def _window_sides(window_size) -> tuple[int, int]:
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise TypeError(f"window_size must be a pair (left, right), got {_brief(window_size)}")
     left, right = window_size
     for side in (left, right):
-        if isinstance(side, bool) or not isinstance(side, int):
+        if isinstance(side, bool) or not isinstance(side, int | torch.SymInt):
             raise TypeError(f"window_size must hold integers, got {window_size}")
         if side < -1:
             raise ValueError(f"window_size must hold lengths of 0 or more, or -1 for no bound, got {window_size}")
@@ -333,7 +477,7 @@ def _brief(value) -> str:
 
 def _either(options) -> str:
     *rest, last = (str(option) for option in options)
-    return ", ".join(rest) + f" or {last}"
+    return f"{', '.join(rest)} or {last}" if rest else last
 
 
 def _shape(tensor: torch.Tensor) -> str:

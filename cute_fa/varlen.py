@@ -24,6 +24,7 @@ def forward_varlen(
     Args:
         q: (total_q, H, D), whose rows bounds_q[i] to bounds_q[i + 1] are sequence i.
         keys: k and v (S_k, H_kv, D) of each sequence, of any lengths.
+        options: ALiBi slopes may be (number of sequences, H).
         bounds_q: one more than there are sequences, from 0 up; rows past the last have o = 0 and lse = -inf.
 
     Returns:
@@ -33,14 +34,16 @@ def forward_varlen(
         TypeError, ValueError, NotImplementedError: as ``cute_fa.forward``, before the first launch.
     """
     spans = list(pairwise(bounds_q))
-    for (start, end), (k, v) in zip(spans, keys, strict=True):
-        problem = AttentionProblem.from_tensors(q[None, start:end], k[None], v[None], causal=causal, options=options)
+    for i, ((start, end), (k, v)) in enumerate(zip(spans, keys, strict=True)):
+        problem = AttentionProblem.from_tensors(
+            q[None, start:end], k[None], v[None], causal=causal, options=options.of_member(i)
+        )
         problem.softmax_scale(softmax_scale)
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     o[bounds_q[-1] :] = 0.0
     lse[:, bounds_q[-1] :] = -torch.inf
-    for (start, end), (k, v) in zip(spans, keys, strict=True):
+    for i, ((start, end), (k, v)) in enumerate(zip(spans, keys, strict=True)):
         _, lse_of_one = forward(
             q[None, start:end],
             k[None],
@@ -49,7 +52,7 @@ def forward_varlen(
             softmax_scale=softmax_scale,
             return_lse=True,
             out=o[None, start:end],
-            options=options,
+            **vars(options.of_member(i)),
         )
         lse[:, start:end] = lse_of_one[0]
     return o, lse

@@ -37,6 +37,8 @@ _REFUSED = "compat/test_flash_attn_func.py::test_misuse_is_refused_by_name"
 _SDPA = "compat/test_scaled_dot_product_attention.py"
 _VARLEN = "compat/test_flash_attn_varlen_func.py"
 _KVCACHE = "compat/test_flash_attn_with_kvcache.py"
+_SCORES = "test_score_options.py::test_matches_float64"
+_ALIBI = "compat/test_flash_attn_func.py::test_alibi"
 _GPU = "test_citizenship_gpu.py"
 _TRANSFORMERS = "compat/test_transformers.py"
 
@@ -57,13 +59,14 @@ FEATURES: tuple[Feature, ...] = (
         (f"{_SDPA}::test_like_pytorch",),
         ("yes", "yes", "no", "mask_mod"),
     ),
-    Feature("sliding window", "if it hides no key", (_MATRIX,), ("attn_mask", "yes", "yes", "mask_mod")),
-    Feature("softcap", "refused", (_MATRIX,), ("no", "-", "yes", "score_mod")),
-    Feature("ALiBi", "refused", (_REFUSED,), ("attn_mask", "yes", "yes", "score_mod")),
+    Feature("sliding window", "yes", (_MATRIX, _SCORES), ("attn_mask", "yes", "yes", "mask_mod")),
+    Feature("softcap", "yes", (_MATRIX, _SCORES), ("no", "-", "yes", "score_mod")),
+    Feature("ALiBi", "yes", (_ALIBI, _SCORES), ("attn_mask", "yes", "yes", "score_mod")),
+    Feature("attention sinks", "yes", (_SCORES, f"{_TRANSFORMERS}::test_sinks_and_windows_of_gpt_oss"), ("-",) * 4),
     Feature(
         "bias or mask as a tensor",
-        "refused",
-        (f"{_SDPA}::test_misuse_is_refused_by_name",),
+        "yes",
+        (f"{_SDPA}::test_masks", "test_score_options.py::test_bias_of_any_strides"),
         ("yes", "yes", "no", "score_mod"),
     ),
     Feature("log-sum-exp", "yes", (_MATRIX,), ("no", "yes", "yes", "yes")),
@@ -93,8 +96,12 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "gradients",
-        "through SDPA",
-        ("test_backward.py::test_gradients_are_those_of_float64", f"{_GPU}::test_inductor_goes_back_through_sdpa"),
+        "through PyTorch",
+        (
+            "test_backward.py::test_gradients_are_those_of_float64",
+            "test_backward.py::test_gradients_with_options_are_those_of_float64",
+            f"{_GPU}::test_inductor_goes_back_through_sdpa",
+        ),
         ("yes",) * 4,
     ),
     Feature("dropout", "refused", (_REFUSED,), ("yes", "yes", "yes", "no")),

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from cute_fa.problem import NO_OPTIONS, ScoreOptions
-
 reads_lengths = torch.compiler.disable(
     reason="cute_fa: the host reads the lengths of sequences, until there is a kernel that reads them"
 )
-
-
-def score_options(window_size, softcap, alibi_slopes) -> ScoreOptions:
-    """flash-attn's arguments as an object, without one where they are off."""
-    if window_size == (-1, -1) and alibi_slopes is None and softcap == 0.0 and not isinstance(softcap, bool):
-        return NO_OPTIONS
-    return ScoreOptions(window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes)
 
 
 def refuse_dropout(dropout_p) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_fa.api import forward
-from cute_fa.compat.arguments import contiguous_rows, refuse_dropout, require_bool, score_options
+from cute_fa.compat.arguments import contiguous_rows, refuse_dropout, require_bool
 
 
 def flash_attn_func(
@@ -31,7 +31,7 @@ def flash_attn_func(
         dropout_p: 0.0.
         softmax_scale: 1 / sqrt(D) when None.
         causal: aligned at the bottom right.
-        window_size, softcap, alibi_slopes: see ``cute_fa.ScoreOptions``, which says what is refused still.
+        window_size, softcap, alibi_slopes: as in ``cute_fa.forward``.
         deterministic: no matter; the forward always is.
         return_attn_probs: also return the log-sum-exp and, as flash-attn does without dropout, an empty tensor.
         backward: not an argument of flash-attn: as in ``cute_fa.forward``. Without it gradients are refused.
@@ -53,6 +53,8 @@ def flash_attn_func(
         softmax_scale=softmax_scale,
         return_lse=return_attn_probs,
         backward=backward,
-        options=score_options(window_size, softcap, alibi_slopes),
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
     )
     return (*result, q.new_empty(0)) if return_attn_probs else result

@@ -11,12 +11,11 @@ from cute_fa.compat.arguments import (
     require_dims,
     require_int,
     require_tensor,
-    score_options,
     values_on_host,
 )
 from cute_fa.compat.caches import DenseCache, paged_cache
 from cute_fa.compat.rotary import rotate
-from cute_fa.problem import VECTOR, AttentionProblem
+from cute_fa.problem import VECTOR, AttentionProblem, ScoreOptions
 from cute_fa.varlen import forward_varlen
 
 
@@ -95,9 +94,9 @@ def flash_attn_with_kvcache(
     for start, end in zip(starts, after, strict=True):
         if start > end:
             raise ValueError(f"cache_leftpad must be at most the tokens in the cache ({end}), got {start}")
-    options = score_options(window_size, softcap, alibi_slopes)
-    for start, end in zip(starts, after, strict=True):
-        options.resolved_causal(causal, seqlen_q, end - start)
+    options = ScoreOptions.of(window_size, softcap, alibi_slopes)
+    options.check(batch, seqlen_q, capacity, num_heads, q)
+    options.check_memory()
     if block_table is None:
         cache = DenseCache(k_cache, v_cache, _slots(cache_batch_idx, q, k_cache))
     else:

@@ -7,6 +7,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from cute_fa.api import forward
 from cute_fa.compat.arguments import refuse_dropout, require_bool, require_dims
+from cute_fa.problem import check_bias
 
 
 def scaled_dot_product_attention(
@@ -26,7 +27,8 @@ def scaled_dot_product_attention(
     Args:
         query: (B, H, S_q, D); key, value: (B, H_kv, S_k, D), fp16 or bf16, last dimension contiguous. In messages they
             are q, k and v, (B, S, H, D).
-        attn_mask: None, or ``causal_upper_left`` or ``causal_lower_right`` of torch.nn.attention.bias.
+        attn_mask: what broadcasts to (B, H, S_q, S_k): bool with True where a key takes part, or added to the scores
+            (fp32 or query's dtype); or ``causal_upper_left`` or ``causal_lower_right`` of torch.nn.attention.bias.
         dropout_p: 0.0.
         is_causal: query i sees keys up to i, aligned at the top left, as in PyTorch and unlike ``cute_fa.forward``.
         scale: 1 / sqrt(D) when None.
@@ -34,7 +36,7 @@ def scaled_dot_product_attention(
         backward: not an argument of PyTorch's: as in ``cute_fa.forward``. Without it gradients are refused.
 
     Returns:
-        (B, H, S_q, D), a transposed view of (B, S_q, H, D).
+        (B, H, S_q, D), a transposed view of (B, S_q, H, D). A query that sees no key gets 0.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before a launch, naming the argument and what is allowed.
@@ -51,9 +53,13 @@ def scaled_dot_product_attention(
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     upper_left = is_causal
     lower_right = False
-    if attn_mask is not None:
-        if is_causal:
-            raise ValueError("is_causal must be False with an attn_mask, got True")
+    bias = None
+    if attn_mask is not None and is_causal:
+        raise ValueError("is_causal must be False with an attn_mask, got True")
+    if attn_mask is not None and not isinstance(attn_mask, CausalBias):
+        check_bias("attn_mask", attn_mask, (query.shape[0], query.shape[1], seqlen_q, seqlen_k), query)
+        bias = attn_mask
+    elif attn_mask is not None:
         variant = _causal_variant(attn_mask, seqlen_q, seqlen_k)
         upper_left, lower_right = variant is CausalVariant.UPPER_LEFT, variant is CausalVariant.LOWER_RIGHT
 
@@ -66,18 +72,12 @@ def scaled_dot_product_attention(
         square = forward(q[:, :seqlen_k], k, v, causal=True, **options)
         o = torch.cat((square, forward(q[:, seqlen_k:], k, v, **options)), 1)
     else:
-        o = forward(q, k, v, causal=upper_left or lower_right, **options)
+        o = forward(q, k, v, causal=upper_left or lower_right, attn_bias=bias, **options)
     return o.transpose(1, 2)
 
 
-def _causal_variant(attn_mask, seqlen_q: int, seqlen_k: int) -> CausalVariant:
-    """Which causal mask a PyTorch bias stands for; no other mask is served."""
-    if not isinstance(attn_mask, CausalBias):
-        kind = f"{attn_mask.dtype} tensor" if isinstance(attn_mask, torch.Tensor) else type(attn_mask).__name__
-        raise NotImplementedError(
-            f"attn_mask must be None, or causal_upper_left or causal_lower_right of torch.nn.attention.bias: other "
-            f"masks are planned, not supported yet, got {kind}"
-        )
+def _causal_variant(attn_mask: CausalBias, seqlen_q: int, seqlen_k: int) -> CausalVariant:
+    """Which causal mask a PyTorch bias stands for."""
     lengths = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
     if lengths != (seqlen_q, seqlen_k):
         raise ValueError(f"attn_mask must be for ({seqlen_q}, {seqlen_k}) queries and keys, got {lengths}")

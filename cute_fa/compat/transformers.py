@@ -4,23 +4,23 @@ transformers asks twice. For a forward pass of the model it asks a mask function
 function of positions that says which keys a query sees. For each layer it then asks an attention function, which gets
 that mask. The two speak so here:
 
-    None           no padding; the layer says whether it is causal, the last query at the last key
-    (B, n)         causal: keys 0 to n, False where padding is; the last query at key n - 1
-    (B, 1, S_k)    not causal: all keys, False where padding is
-
-What a model wants beyond that (a pattern of its own, packed sequences, a window that hides keys) is refused when the
-mask is asked for; softcap, sinks and biases when attention is.
+    None             no padding; the layer says whether it is causal, the last query at the last key
+    (B, n)           causal: keys 0 to n, False where padding is; the last query at key n - 1
+    (B, W, n)        the same with a window of W >= 2 keys, the query's own the last: a view, each row the same
+    (B, 1, S_k)      not causal: all keys, False where padding is
+    (B, 1, S_q, S_k) any other pattern, all of it: chunks, packed sequences, a model's own
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 
 from cute_fa.api import forward
 from cute_fa.compat.arguments import refuse_dropout
-from cute_fa.problem import ScoreOptions
+from cute_fa.problem import NO_OPTIONS, ScoreOptions, check_bias
 from cute_fa.varlen import forward_varlen
 
 NAME = "cute_fa"
@@ -66,16 +66,22 @@ def mask(
         q_offset, kv_offset: positions of the first query and key.
         mask_function: (batch, head, position of the query, of the key) -> whether the key is seen.
         attention_mask: (B, tokens), False or 0 where padding is.
-        local_size: the window or chunk, where there is one; serves the error's text.
+        local_size: the window or chunk, where there is one.
 
     Raises:
-        NotImplementedError: ``mask_function`` is neither causal nor full at these positions.
+        NotImplementedError: a causal mask with more queries than keys.
     """
     q_offset = int(q_offset)
     seen = q_offset + q_length - kv_offset  # the keys up to the last query's own
-    causal = _is_causal(
-        mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, local_size, use_vmap, device
-    )
+    place = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    pattern, window = _pattern(mask_function, *place, local_size, use_vmap, device)
+    if pattern is None:
+        from transformers.masking_utils import sdpa_mask
+
+        return sdpa_mask(
+            *place, mask_function, attention_mask, allow_is_causal_skip=False, use_vmap=use_vmap, device=device
+        )
+    causal = pattern == "causal"
     length = min(seen, kv_length) if causal else kv_length
     if causal and seen > kv_length:
         raise NotImplementedError(f"kv_length must reach the last query ({seen} keys), got {kv_length}")
@@ -85,6 +91,8 @@ def mask(
         valid = torch.zeros(batch_size, length, dtype=torch.bool, device=device)
         known = attention_mask[:, kv_offset : kv_offset + length].to(valid)
         valid[:, : known.shape[1]] = known
+    if window is not None:
+        return valid[:, None].expand(-1, window, -1)
     if causal:
         return None if allow_is_causal_skip and length == kv_length and valid.all() else valid
     return None if allow_is_bidirectional_skip and valid.all() else valid[:, None]
@@ -118,32 +126,45 @@ def attention(
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise NotImplementedError(f"{name} must be None for {NAME}: it is not supported, got {type(kwargs[name])}")
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    valid, bias, window = None, None, sliding_window
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     elif attention_mask.dtype == torch.bool and attention_mask.dim() in (2, 3):
-        causal = attention_mask.dim() == 2
-    else:
-        raise NotImplementedError(
-            f"attention_mask must be padding, (batch, tokens), for {NAME}, not a mask of one's own, got "
-            f"{attention_mask.dtype} of shape {tuple(attention_mask.shape)}"
-        )
-    causal = causal and q.shape[1] > 1
-    options = ScoreOptions(
-        window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, -1 if causal else sliding_window - 1),
-        softcap=0.0 if softcap is None else softcap,
-        sinks=s_aux,
-        attn_bias=position_bias,
-    )
-    if attention_mask is not None:
+        causal = attention_mask.dim() == 2 or attention_mask.shape[1] > 1
         valid = attention_mask if attention_mask.dim() == 2 else attention_mask[:, 0]
+        if attention_mask.dim() == 3 and causal:
+            window = min(attention_mask.shape[1], sliding_window or attention_mask.shape[1])
         k, v = k[:, : valid.shape[1]], v[:, : valid.shape[1]]
-        if not valid.all():
-            return _padded(q, k, v, valid, attention_mask.dim() == 2, scaling, options), None
-    o = forward(q, k, v, causal=causal, softmax_scale=scaling, backward=backward, options=options)
+    else:
+        causal, window, bias = False, None, attention_mask  # the pattern has all of it
+        k, v = k[:, : bias.shape[-1]], v[:, : bias.shape[-1]]
+        check_bias("attention_mask", bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), q)
+    causal = causal and q.shape[1] > 1
+    options = ScoreOptions.of(
+        (-1, -1) if window is None else (window - 1, -1 if causal or q.shape[1] == 1 else window - 1),
+        0.0 if softcap is None else float(softcap),
+        None,
+        s_aux,
+        position_bias if position_bias is None else position_bias[..., : k.shape[1]],
+    )
+    if valid is not None and not valid.all():
+        if options is NO_OPTIONS:
+            return _padded(q, k, v, valid, attention_mask.dim() == 2, scaling), None
+        bias = valid[:, None, None]
+    if bias is not None:
+        options = replace(options, attn_bias=_both(options.attn_bias, bias))
+    o = forward(q, k, v, causal=causal, softmax_scale=scaling, backward=backward, **vars(options))
     return o, None
 
 
-def _padded(q, k, v, valid: torch.Tensor, causal: bool, scale, options: ScoreOptions) -> torch.Tensor:
+def _both(bias: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor:
+    """A bias, if there is one, and a mask, additive or boolean."""
+    if bias is None:
+        return mask
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def _padded(q, k, v, valid: torch.Tensor, causal: bool, scale) -> torch.Tensor:
     """Each member by itself, without its padding; queries that are padding get 0.
 
     The keys that count come in their order, and of a causal layer the queries are the last of them, so that leaving
@@ -157,18 +178,25 @@ def _padded(q, k, v, valid: torch.Tensor, causal: bool, scale, options: ScoreOpt
     bounds_q = [0, *real.sum(1).cumsum(0).tolist()]
     keys = [(k[i, valid[i]], v[i, valid[i]]) for i in range(batch)]
     o = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    o[real], _ = forward_varlen(q[real], keys, bounds_q, causal=causal, softmax_scale=scale, options=options)
+    o[real], _ = forward_varlen(q[real], keys, bounds_q, causal=causal, softmax_scale=scale)
     return o
 
 
-def _is_causal(
+def _pattern(
     mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, local_size, use_vmap, device
-) -> bool:
-    """Whether the pattern is causal, or full: known by the function, else looked at for every query and key."""
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+) -> tuple[str | None, int | None]:
+    """("causal", a window or None), ("full", None), or (None, None) for any other: known by the function, else looked
+    at for every query and key."""
+    from transformers.masking_utils import (
+        and_masks,
+        bidirectional_mask_function,
+        causal_mask_function,
+        sdpa_mask,
+        sliding_window_overlay,
+    )
 
     if mask_function in (causal_mask_function, bidirectional_mask_function):
-        return mask_function is causal_mask_function
+        return "causal" if mask_function is causal_mask_function else "full", None
 
     def is_everywhere(other) -> bool:
         for start in range(0, q_length, _PATTERN_ROWS):
@@ -181,11 +209,11 @@ def _is_causal(
         return True
 
     if is_everywhere(causal_mask_function):
-        return True
+        return "causal", None
     if is_everywhere(bidirectional_mask_function):
-        return False
-    window = "" if local_size is None else f", here with a window or chunks of {local_size}"
-    raise NotImplementedError(
-        f"mask_function must be causal or full for {NAME}: windows and chunks that hide keys, packed sequences and "
-        f"other patterns are not supported yet{window}; attn_implementation='sdpa' or 'eager' serves them"
-    )
+        return "full", None
+    if local_size is not None and local_size > 1:
+        window = and_masks(sliding_window_overlay(local_size), causal_mask_function)
+        if is_everywhere(window):
+            return "causal", local_size
+    return None, None

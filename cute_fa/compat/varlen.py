@@ -14,11 +14,10 @@ from cute_fa.compat.arguments import (
     require_dims,
     require_int,
     require_tensor,
-    score_options,
     values_on_host,
 )
 from cute_fa.compat.caches import paged_cache
-from cute_fa.problem import AttentionProblem
+from cute_fa.problem import AttentionProblem, ScoreOptions
 from cute_fa.varlen import forward_varlen
 
 
@@ -88,7 +87,8 @@ def flash_attn_varlen_func(
     else:
         AttentionProblem.from_tensors(q[None], k[None], v[None])
         keys = [(k[start:end], v[start:end]) for start, end in pairwise(bounds_k)]
-    options = score_options(window_size, softcap, alibi_slopes)
+    options = ScoreOptions.of(window_size, softcap, alibi_slopes)
+    options.check(len(bounds_q) - 1, max_seqlen_q, max_seqlen_k, q.shape[1], q)
     o, lse = forward_varlen(q, keys, bounds_q, causal=causal, softmax_scale=softmax_scale, options=options)
     return (o, lse, q.new_empty(0)) if return_attn_probs else o
 

@@ -97,16 +97,24 @@ class OnlineSoftmax:
             scores[r, None] = probs
 
     @cute.jit
-    def finish(self, acc_O: cute.Tensor) -> cute.Tensor:
+    def finish(self, acc_O: cute.Tensor, sink=None) -> cute.Tensor:
         """Divides O by the row sums; returns the natural log-sum-exp of each row.
 
-        A row that saw no key gets output 0 and log-sum-exp -inf.
+        A row that saw no key gets output 0 and log-sum-exp -inf. A ``sink``, a logit in powers of two, is one more
+        term of every row's sum.
         """
         output = acc_as_rows(acc_O)
         lse = cute.make_rmem_tensor(cute.size(self.row_ref), cutlass.Float32)
         for r in cutlass.range_constexpr(cute.size(self.row_ref)):
-            row_sum = quad_reduce(self.row_sum[r], lambda x, y: x + y)
+            row_ref, row_sum = self.row_ref[r], quad_reduce(self.row_sum[r], lambda x, y: x + y)
+            factor = None
+            if cutlass.const_expr(sink is not None):
+                row_ref = cute.arch.fmax(row_ref, sink)
+                factor = cute.math.exp2(self.row_ref[r] - row_ref, fastmath=True)
+                row_sum = row_sum * factor + cute.math.exp2(sink - row_ref, fastmath=True)
             inverse = 0.0 if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
+            if cutlass.const_expr(sink is not None):
+                inverse = inverse * factor
             output[r, None] = output[r, None].load() * inverse
-            lse[r] = (self.row_ref[r] + cute.math.log2(row_sum, fastmath=True)) * LN_2
+            lse[r] = (row_ref + cute.math.log2(row_sum, fastmath=True)) * LN_2
         return lse

@@ -12,12 +12,14 @@ import torch
 
 from cute_fa.compiled import combine_name, get_artifacts, kernel_name
 from cute_fa.config import KernelConfig
+from cute_fa.device.scores import ScoreArguments
 from cute_fa.device.softmax import LOG2_E
 from cute_fa.emulator.launch import TensorArg, emulate
 from cute_fa.emulator.parse import only_entry
 from cute_fa.emulator.report import EmulationError, EmulationReport
 from cute_fa.ladder import Rung, select
-from cute_fa.problem import AttentionProblem, StaticProblem
+from cute_fa.launch import score_arguments
+from cute_fa.problem import NO_OPTIONS, AttentionProblem, ScoreOptions, StaticProblem
 from layouts import SmemLayout
 
 DEFAULT_ARCH = "sm_80"  # the family that the emulator knows: cp.async, ldmatrix, mma.sync
@@ -55,9 +57,11 @@ def emulated_launch(
         UnknownInstructionError: the emulator does not know an instruction of the kernel.
     """
 
-    def launch(q, k, v, o, lse, softmax_scale) -> EmulationReport:
+    def launch(q, k, v, o, lse, softmax_scale, arguments=None) -> EmulationReport:
         ptx = get_artifacts(static, rung, config, arch).ptx
-        report = run_forward(ptx, rung, config, q, k, v, o, lse, softmax_scale, causal=static.causal)
+        report = run_forward(
+            ptx, rung, config, q, k, v, o, lse, softmax_scale, causal=static.causal, arguments=arguments
+        )
         report.raise_for_faults()
         return report
 
@@ -73,6 +77,7 @@ def emulate_forward(
     softmax_scale: float | None = None,
     kernel: str = "auto",
     layout: str | SmemLayout | None = None,
+    options: ScoreOptions = NO_OPTIONS,
     arch: str = DEFAULT_ARCH,
     config: KernelConfig | None = None,
     check: bool = True,
@@ -82,6 +87,7 @@ def emulate_forward(
     Args:
         q, k, v, causal, softmax_scale, kernel, layout: as in ``cute_fa.forward``; at least one query and key, and
             rows at multiples of 16 bytes.
+        options: the arguments of ``cute_fa.forward`` that change scores.
         arch: the architecture that the kernel is compiled for.
         config: what the kernel is compiled with, in place of what would be chosen for these lengths.
         check: count wavefronts, look for races and uninitialised reads.
@@ -90,15 +96,20 @@ def emulate_forward(
         TypeError, ValueError: arguments that ``cute_fa.forward`` refuses.
         EmulationTooLongError, UnknownInstructionError: see ``emulated_launch``.
     """
-    problem = AttentionProblem.from_tensors(q, k, v, causal=causal, return_lse=True)
+    problem = AttentionProblem.from_tensors(q, k, v, causal=causal, return_lse=True, options=options)
     rung, chosen = select(problem, arch, kernel, layout)
     config = config or chosen
-    _refuse_hours(rung, config, q.shape, problem.seqlen_k, causal)
+    static = problem.static
+    arguments = score_arguments(options, static.features, q, k) if static.features.options else None
+    _refuse_hours(rung, config, q.shape, problem.seqlen_k, static.causal, arguments)
     o = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(problem.batch, problem.num_heads, problem.seqlen_q)
-    ptx = get_artifacts(problem.static, rung, config, arch).ptx
+    ptx = get_artifacts(static, rung, config, arch).ptx
     scale = problem.softmax_scale(softmax_scale)
-    return EmulatedForward(o, lse, run_forward(ptx, rung, config, q, k, v, o, lse, scale, causal=causal, check=check))
+    report = run_forward(
+        ptx, rung, config, q, k, v, o, lse, scale, causal=static.causal, arguments=arguments, check=check
+    )
+    return EmulatedForward(o, lse, report)
 
 
 def run_forward(
@@ -113,6 +124,7 @@ def run_forward(
     softmax_scale: float,
     *,
     causal: bool,
+    arguments: ScoreArguments | None = None,
     check: bool = True,
 ) -> EmulationReport:
     """Executes the PTX of a rung on CPU tensors of the shapes that ``cute_fa.forward`` documents.
@@ -121,6 +133,7 @@ def run_forward(
         ptx: the rung compiled with ``config``; with or without the log-sum-exp as ``lse`` is given or None.
         o, lse: written in place.
         causal: what the PTX was compiled with; here it only serves the estimate of the time.
+        arguments: the values of the score options that it was compiled with, if any.
         check: as in ``emulate``.
 
     Raises:
@@ -129,7 +142,7 @@ def run_forward(
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
     num_m_blocks = -(-seqlen_q // config.tile_m)
-    _refuse_hours(rung, config, q.shape, k.shape[1], causal)
+    _refuse_hours(rung, config, q.shape, k.shape[1], causal, arguments)
     args = [
         TensorArg(
             name,
@@ -157,7 +170,7 @@ def run_forward(
         only_entry(ptx, kernel_name(rung)),
         (num_ctas, 1, 1),
         (config.num_threads, 1, 1),
-        [*args, scale, *splitting],
+        [*args, scale, *_score_args(arguments), *splitting],
         rung.kernel.smem_bytes(head_dim, config),
         check=check,
         progress=_Progress(rung.name),
@@ -174,21 +187,44 @@ def run_forward(
     return report
 
 
-def estimate_seconds(config: KernelConfig, q_shape, seqlen_k: int, causal: bool) -> float:
+def _score_args(arguments: ScoreArguments | None) -> list[TensorArg | np.generic]:
+    """The parameters that a kernel takes for its score options."""
+    if arguments is None:
+        return []
+    given = {name: value for name, value in arguments._asdict().items() if value is not None}
+    packed = []
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor):
+            strides = tuple((mode, np.int64) for mode in range({"alibi_slopes": 2, "attn_bias": 3}.get(name, 0)))
+            packed.append(TensorArg(name, _as_numpy(value), tuple(range(value.dim())), strides))
+        else:
+            packed.append(np.float32(value) if name == "softcap" else np.int32(value))
+    return packed
+
+
+def estimate_seconds(
+    config: KernelConfig, q_shape, seqlen_k: int, causal: bool, arguments: ScoreArguments | None = None
+) -> float:
     """About how long the emulator takes on two cores with checks on."""
     batch, seqlen_q, num_heads, head_dim = q_shape
     first_rows = np.arange(0, seqlen_q, config.tile_m, dtype=np.int64)
+    left, right = (None, None) if arguments is None else (arguments.window_left, arguments.window_right)
+    right = 0 if causal else right
     keys = np.full(len(first_rows), seqlen_k)
-    if causal:
-        keys = np.clip(first_rows + config.tile_m + seqlen_k - seqlen_q, 0, seqlen_k)
+    if right is not None:
+        keys = np.clip(first_rows + config.tile_m + seqlen_k - seqlen_q + right, 0, seqlen_k)
+    if left is not None:
+        keys -= np.clip(first_rows + seqlen_k - seqlen_q - left, 0, keys) // config.tile_n * config.tile_n
     tiles = float((-(-keys // config.tile_n)).sum())
     tile_seconds = _SECONDS_PER_TILE + _SECONDS_PER_TILE_COLUMN * head_dim
     tile_seconds *= config.tile_m * config.tile_n / 4096
     return batch * num_heads * (len(first_rows) * _SECONDS_PER_CTA + tiles * tile_seconds)
 
 
-def _refuse_hours(rung: Rung, config: KernelConfig, q_shape, seqlen_k: int, causal: bool) -> None:
-    estimate = estimate_seconds(config, q_shape, seqlen_k, causal)
+def _refuse_hours(
+    rung: Rung, config: KernelConfig, q_shape, seqlen_k: int, causal: bool, arguments: ScoreArguments | None
+) -> None:
+    estimate = estimate_seconds(config, q_shape, seqlen_k, causal, arguments)
     if estimate > MAX_SECONDS:
         raise EmulationTooLongError(
             f"emulating {rung.name} for q of shape {tuple(q_shape)} and {seqlen_k} keys would take about "
@@ -198,8 +234,8 @@ def _refuse_hours(rung: Rung, config: KernelConfig, q_shape, seqlen_k: int, caus
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    bits = tensor.detach() if tensor.dtype == torch.float32 else tensor.detach().view(torch.int16)
-    return bits.numpy()
+    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return (tensor.detach().view(torch.int16) if is_half else tensor.detach()).numpy()
 
 
 def _duration(seconds: float) -> str:

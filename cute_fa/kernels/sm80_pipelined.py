@@ -2,12 +2,14 @@
 
 One CTA computes one tile of queries of one head, its warps side by side along the queries. It walks the
 keys from the last tile to the first, so that the tiles that need a mask (behind the last key, or across
-the diagonal) come first and the loop over the others has no mask, no predicate and no branch:
+the diagonal) come first and the loop over the others has no mask, no predicate and no branch. With a sliding
+window only its tiles are walked, and a third loop masks those that its left edge cuts:
 
     load Q and the last tile's K              with two stages its V too
     for each tile of keys, last to first:
         start the loads of what comes next    cp.async
         acc_S  = Q K^T
+        change the scores                     only if compiled for score options, see device/scores.py
         if a row's maximum has risen:         rarely, see OnlineSoftmax.rescale_if_needed
             rescale acc_O
         for each 16 keys of the tile:         the exponentials of one slice run while the
@@ -27,7 +29,7 @@ import cutlass.cute as cute
 from cute_fa.config import PipelinedConfig
 from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies, row_tile
 from cute_fa.device.epilogue import store_lse, store_output
-from cute_fa.device.mask import key_limits, mask_scores, rows_of
+from cute_fa.device.mask import key_limits, key_starts, mask_scores, mask_scores_before, rows_of
 from cute_fa.device.mma import (
     SmemOperand,
     acc_as_operand_a,
@@ -40,14 +42,17 @@ from cute_fa.device.mma import (
 )
 from cute_fa.device.registers import recompute_from, reread_thread_and_cta
 from cute_fa.device.schedule import longest_first
+from cute_fa.device.scores import ScoreArguments, ScoreModifier
 from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, thread_row_max
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, require_warps, tile_bytes
-from cute_fa.problem import VECTOR
+from cute_fa.problem import NO_FEATURES, SCORE_OPTIONS, VECTOR, ScoreFeatures
 from layouts.cute_adapter import to_cute
 
 
 class Sm80Pipelined:
     """The kernel for one static problem and one configuration."""
+
+    score_options = SCORE_OPTIONS  # the arguments of ``ScoreOptions`` that the kernel has
 
     @staticmethod
     def smem_bytes(head_dim: int, config: PipelinedConfig) -> int:
@@ -64,10 +69,11 @@ class Sm80Pipelined:
         require_tiles(config, head_dim)
         require_smem(Sm80Pipelined.smem_bytes(head_dim, config), config, head_dim, arch)
 
-    def __init__(self, head_dim: int, causal: bool, config: PipelinedConfig):
+    def __init__(self, head_dim: int, causal: bool, config: PipelinedConfig, features: ScoreFeatures = NO_FEATURES):
         self.head_dim = head_dim
-        self.causal = causal
+        self.bounded_right = causal or features.window_right
         self.config = config
+        self.features = features
         self.layout_Q = config.layout.on(config.tile_m, head_dim)
         self.layout_KV = config.layout.on(config.tile_n, head_dim)
 
@@ -83,10 +89,29 @@ class Sm80Pipelined:
         stream,
     ):
         """Launches the kernel: Q, O (B, S_q, H, D); K, V (B, S_k, H_kv, D); LSE (B, H, S_q) or None."""
+        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, None, stream)
+
+    @cute.jit
+    def with_options(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor | None,
+        softmax_scale: cutlass.Float32,
+        arguments: ScoreArguments,
+        stream,
+    ):
+        """The same with the values of the score options that it is built with."""
+        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream)
+
+    def launch(self, mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream):
+        """Sizes the grid."""
         batch, seqlen_q, num_heads, _ = mQ.shape
         # One dimension, since the y and z extents of a grid end at 65535.
         num_ctas = cute.ceil_div(seqlen_q, self.config.tile_m) * num_heads * batch
-        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E).launch(
+        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E, arguments).launch(
             grid=(num_ctas, 1, 1),
             block=(self.config.num_threads, 1, 1),
             stream=stream,
@@ -103,6 +128,7 @@ class Sm80Pipelined:
         mO: cute.Tensor,
         mLSE: cute.Tensor | None,
         scale_log2: cutlass.Float32,
+        arguments: ScoreArguments | None,
     ):
         tile_m, tile_n, head_dim = self.config.tile_m, self.config.tile_n, self.head_dim
         stages = self.config.num_stages
@@ -134,16 +160,29 @@ class Sm80Pipelined:
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile_m, head_dim)), cutlass.Float32)
         acc_O.fill(0.0)
         cS = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, tile_n))))
-        softmax = OnlineSoftmax.start(cute.size(cS, mode=[0]), scale_log2)
+        modifier = ScoreModifier.of(
+            self.features, arguments, scale_log2, batch, head, m_block * tile_m, seqlen_q, seqlen_k
+        )
+        softmax = OnlineSoftmax.start(cute.size(cS, mode=[0]), modifier.softmax_scale_log2)
 
-        # Row m of this tile sees keys up to m + first_diagonal (the last query sees the last key).
-        first_diagonal = m_block * tile_m + seqlen_k - seqlen_q
+        # Row m of this tile sees keys from m + left_edge up to m + right_edge (the last query stands at the last key).
+        right_edge = left_edge = m_block * tile_m + seqlen_k - seqlen_q
         num_keys, num_keys_unmasked = seqlen_k, seqlen_k
-        if cutlass.const_expr(self.causal):
-            num_keys = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + tile_m))
-            num_keys_unmasked = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + 1))
+        if cutlass.const_expr(self.features.window_right):
+            right_edge = right_edge + arguments.window_right
+        if cutlass.const_expr(self.bounded_right):
+            num_keys = cutlass.max(0, cutlass.min(seqlen_k, right_edge + tile_m))
+            num_keys_unmasked = cutlass.max(0, cutlass.min(seqlen_k, right_edge + 1))
         num_blocks = cute.ceil_div(num_keys, tile_n)
         num_unmasked = num_keys_unmasked // tile_n
+        # The walk ends at first_block; the tiles before first_whole are cut by the left edge.
+        first_block = first_whole = 0
+        if cutlass.const_expr(self.features.window_left):
+            left_edge = left_edge - arguments.window_left
+            first_block = cutlass.max(0, left_edge) // tile_n
+            num_unmasked = cutlass.max(num_unmasked, first_block)
+            first_whole = cute.ceil_div(cutlass.max(0, left_edge + tile_m - 1), tile_n)
+            first_whole = cutlass.min(num_unmasked, first_whole)
         queries_left = seqlen_q - m_block * tile_m
 
         this = SimpleNamespace(  # what the steps of this CTA share
@@ -162,8 +201,11 @@ class Sm80Pipelined:
             acc_O=acc_O,
             cS=cS,
             softmax=softmax,
+            modifier=modifier,
             seqlen_k=seqlen_k,
-            first_diagonal=first_diagonal,
+            left_edge=left_edge,
+            right_edge=right_edge,
+            first_block=first_block,
         )
 
         tQcQ = thr_load.partition_S(cute.make_identity_tensor((tile_m, head_dim)))
@@ -180,13 +222,16 @@ class Sm80Pipelined:
             this.tSrQ.load_all()
         for i in cutlass.range(num_blocks - num_unmasked, unroll=1):
             self.step(this, last - i, True)
-        for i in cutlass.range(num_blocks - num_unmasked, num_blocks, unroll=1):
+        for i in cutlass.range(num_blocks - num_unmasked, num_blocks - first_whole, unroll=1):
             self.step(this, last - i, False)
+        if cutlass.const_expr(self.features.window_left):
+            for i in cutlass.range(num_blocks - first_whole, num_blocks - first_block, unroll=1):
+                self.step(this, last - i, True)
         # A CTA whose queries see no key has waited for nothing yet, and O takes the place of Q.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
-        lse = softmax.finish(acc_O)
+        lse = softmax.finish(acc_O, arguments.sinks[head] * LOG2_E if self.features.sinks else None)
         if cutlass.const_expr(not self.causal):
             # With a mask ptxas has room to keep the thread's place through the loops; without one it spills it.
             tidx, _ = reread_thread_and_cta()
@@ -208,7 +253,7 @@ class Sm80Pipelined:
                 self.load_last_tile(this, this.mV, this.tVsV, n_block)
             else:
                 self.load_tile(this, this.mV, this.tVsV, n_block)
-        elif n_block > 0:
+        elif n_block > this.first_block:
             self.load_tile(this, this.mK, this.tKsK, n_block - 1)
             self.load_tile(this, this.mV, this.tVsV, n_block - 1)
         cute.arch.cp_async_commit_group()
@@ -225,14 +270,17 @@ class Sm80Pipelined:
         if cutlass.const_expr(stages == 1):
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()  # V is here, and nobody reads K any more
-            if n_block > 0:
+            if n_block > this.first_block:
                 self.load_tile(this, this.mK, this.tKsK, n_block - 1)
             cute.arch.cp_async_commit_group()
 
+        scores, first_key = acc_as_rows(acc_S), n_block * self.config.tile_n
+        this.modifier.apply(scores, this.cS, first_key, masked)
         if cutlass.const_expr(masked):
-            first_key = n_block * self.config.tile_n
-            keys_left, diagonal = this.seqlen_k - first_key, this.first_diagonal - first_key
-            mask_scores(acc_as_rows(acc_S), this.cS, key_limits(rows_of(this.cS), keys_left, diagonal, self.causal))
+            rows, keys_left, right_edge = rows_of(this.cS), this.seqlen_k - first_key, this.right_edge - first_key
+            mask_scores(scores, this.cS, key_limits(rows, keys_left, right_edge, self.bounded_right))
+            if cutlass.const_expr(self.features.window_left):
+                mask_scores_before(scores, this.cS, key_starts(rows, this.left_edge - first_key))
         row_max = thread_row_max(acc_S)
         if cutlass.const_expr(self.config.lazy_rescale):
             this.softmax.rescale_if_needed(row_max, this.acc_O)

@@ -40,6 +40,8 @@ from layouts.cute_adapter import to_cute
 class Sm80Serial:
     """The kernel for one static problem and one configuration."""
 
+    score_options: frozenset[str] = frozenset()
+
     @staticmethod
     def smem_bytes(head_dim: int, config: KernelConfig) -> int:
         """Shared memory of a CTA in bytes: Q (later O), K and V."""

@@ -60,6 +60,8 @@ def vector_copy(src: cute.Tensor, dst: cute.Tensor):
 class Sm80SplitKV:
     """The kernels for one static problem and one configuration."""
 
+    score_options: frozenset[str] = frozenset()
+
     COMBINE_THREADS = 128
 
     @staticmethod

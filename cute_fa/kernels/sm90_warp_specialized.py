@@ -130,6 +130,8 @@ class Consumer:
 class Sm90WarpSpecialized:
     """The kernel for one static problem and one configuration."""
 
+    score_options: frozenset[str] = frozenset()
+
     @classmethod
     def smem_bytes(cls, head_dim: int, config: Sm90Config) -> int:
         """Shared memory of a CTA in bytes: Q, K, V, O and mbarriers."""

@@ -61,6 +61,53 @@ def test_compiled_gradients_are_those_of_float64(case, generator):
     assert_gradients_close(case, tensors, grad_o, compiled)
 
 
+OPTIONS = {
+    "window": {"window_size": (9, 3)},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": torch.tensor([[0.1, 0.5], [0.0, 1.0]])},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0])},
+    "bias": {"attn_bias": torch.linspace(-2, 2, 40).expand(2, 1, 1, 40)},
+    "mask": {"attn_bias": torch.arange(40) % 3 > 0},
+    "all": {"window_size": (20, -1), "softcap": 3.0, "alibi_slopes": torch.tensor([0.1, 0.2]),
+            "sinks": torch.tensor([0.5, -1.0]), "attn_bias": torch.linspace(-2, 2, 30)[:, None]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_with_options_are_those_of_float64(name, causal, generator):
+    """Of q, k and v, and of the options' own tensors."""
+    case = Case(30, 40, 64, causal, batch=2, num_heads=2, num_heads_kv=1)
+    tensors = case.tensors("cpu", generator)
+    grad_o = torch.randn(tensors[0].shape, generator=generator).to(case.dtype)
+    grads = []
+    for call, dtype in ((ours, case.dtype), (reference, torch.float64)):
+        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+        options = {}
+        for key, value in OPTIONS[name].items():
+            differs = isinstance(value, torch.Tensor) and value.dtype != torch.bool
+            options[key] = value.detach().clone().requires_grad_() if differs else value
+        call(*inputs, causal=causal, **options).backward(grad_o.to(dtype))
+        grads.append([one.grad for one in (*inputs, *options.values()) if getattr(one, "requires_grad", False)])
+    eps = torch.finfo(case.dtype).eps
+    for got, exact in zip(*grads, strict=True):
+        assert got.shape == exact.shape
+        assert (got.double() - exact).abs().max() <= 4 * eps * max(1.0, exact.abs().max().item())
+
+
+def test_rows_that_options_hide_give_and_get_nothing(generator):
+    case = Case(30, 40, 64)
+    q, k, v = (tensor.requires_grad_() for tensor in case.tensors("cpu", generator))
+    mask = torch.ones(30, 40, dtype=torch.bool)
+    mask[:7] = False
+    for bias in (mask, torch.where(mask, 0.0, -torch.inf)):
+        o = cute_fa.forward(q, k, v, attn_bias=bias, backward="sdpa")
+        grads = torch.autograd.grad(o[:, :7].sum(), (q, k, v), retain_graph=True)
+        assert not any(grad.any() for grad in grads)
+        grad_q, *others = torch.autograd.grad(o.sum(), (q, k, v))
+        assert not grad_q[:, :7].any() and grad_q[:, 7:].any() and all(grad.isfinite().all() for grad in others)
+
+
 def test_rows_that_see_no_key_give_and_get_nothing(generator):
     case = Case(90, 33, 64, causal=True)
     tensors = case.tensors("cpu", generator)

@@ -50,6 +50,7 @@ NUMBERS = st.one_of(
     st.just(float("inf")),
     st.floats(min_value=2.0**65),
 )
+GIVEN = st.one_of(JUNK.filter(lambda one: one is not None), wrong_tensors())
 FLAGS = JUNK.filter(lambda one: not isinstance(one, bool))
 WRONG = {
     "q": TENSORS,
@@ -58,9 +59,13 @@ WRONG = {
     "causal": FLAGS,
     "return_lse": FLAGS,
     "softmax_scale": NUMBERS,
-    "out": st.one_of(JUNK.filter(lambda one: one is not None), wrong_tensors()),
+    "out": GIVEN,
     "backward": JUNK.filter(lambda one: one is not None),
-    "options": JUNK,
+    "window_size": JUNK.filter(lambda one: one != (1, 2)),
+    "softcap": JUNK.filter(lambda one: isinstance(one, bool) or one not in (0, 1, 2.5)),
+    "alibi_slopes": GIVEN,
+    "sinks": GIVEN,
+    "attn_bias": GIVEN.filter(lambda one: not isinstance(one, torch.Tensor) or one.dim()),
     "kernel": JUNK,
     "layout": JUNK.filter(lambda one: one is not None),
 }
@@ -112,7 +117,7 @@ FLASH_WRONG = {
     "softmax_scale": NUMBERS,
     "causal": FLAGS,
     "window_size": JUNK.filter(lambda one: one != (1, 2)),
-    "softcap": JUNK.filter(lambda one: one != 0),
+    "softcap": WRONG["softcap"],
     "alibi_slopes": JUNK.filter(lambda one: one is not None),
     "return_attn_probs": FLAGS,
     "backward": JUNK.filter(lambda one: one is not None),

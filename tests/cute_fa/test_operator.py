@@ -30,6 +30,27 @@ def test_operator_is_what_pytorch_expects(generator):
     torch.library.opcheck(torch.ops.cute_fa.forward.default, arguments)
 
 
+def test_operator_with_options_is_what_pytorch_expects(generator):
+    options = (30, 0, 5.0, torch.rand(4), torch.randn(4), torch.rand(2, 1, 1, 90) < 0.8)
+    arguments = (*CASE.tensors("cpu", generator), True, None, True, "auto", None, *options)
+    torch.library.opcheck(torch.ops.cute_fa.forward.default, arguments)
+
+
+def test_options_compile_without_breaks(generator):
+    torch._dynamo.reset()
+    options = {"window_size": (30, 5), "softcap": 5.0, "sinks": torch.randn(4), "return_lse": True}
+    compiled = torch.compile(cute_fa.forward, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seqlen_q, seqlen_k in ((70, 90), (33, 90), (5, 7)):
+        tensors = Case(seqlen_q, seqlen_k, 64, batch=2, num_heads=4, num_heads_kv=2).tensors("cpu", generator)
+        bias = torch.rand(seqlen_q, seqlen_k, generator=generator) < 0.8
+        for one, other in zip(
+            compiled(*tensors, attn_bias=bias, **options),
+            cute_fa.forward(*tensors, attn_bias=bias, **options),
+            strict=True,
+        ):
+            assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_compiles_without_breaks_for_any_lengths(backend, return_lse, generator):

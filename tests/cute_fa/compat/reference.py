@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def options_reference(q, k, v, *, causal=False, softmax_scale=None, window_size=(-1, -1), softcap=0.0):
+def options_reference(q, k, v, *, causal=False, softmax_scale=None, window_size=(-1, -1), softcap=0.0, slopes=None):
     """o (S_q, H, D) and lse (H, S_q) of one sequence: q (S_q, H, D), k and v (S_k, H_kv, D)."""
     seqlen_q, num_heads, head_dim = q.shape
     seqlen_k, group = k.shape[0], num_heads // k.shape[1]
@@ -16,6 +16,8 @@ def options_reference(q, k, v, *, causal=False, softmax_scale=None, window_size=
         scores = softcap * torch.tanh(scores / softcap)
     position = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
     key = torch.arange(seqlen_k)[None]
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * (position - key).abs()
     left, right = window_size[0], 0 if causal else window_size[1]
     hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
     if right >= 0:

@@ -49,6 +49,21 @@ def test_each_sequence_is_right(dtype, head_dim, causal, generator):
     assert torch.equal(cute_fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, 0.0, 0.2, causal), o)
 
 
+@pytest.mark.parametrize(
+    "options", [{"window_size": (20, 5)}, {"softcap": 5.0, "causal": True}, {"slopes": True}], ids=str
+)
+def test_options(options, generator):
+    q, k, v, cu_q, cu_k, *longest = packed(LENGTHS, generator)
+    slopes = torch.rand(len(LENGTHS), 4, generator=generator) if options.pop("slopes", False) else None
+    o, lse, _ = cute_fa.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, *longest, alibi_slopes=slopes, return_attn_probs=True, **options
+    )
+    for i in range(len(LENGTHS)):
+        rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+        own = {} if slopes is None else {"slopes": slopes[i]}
+        assert_matches(q[rows], k[keys], v[keys], o[rows], lse[:, rows], **options, **own)
+
+
 def test_sequences_do_not_see_one_another(generator):
     q, k, v, cu_q, cu_k, *longest = packed([(9, 9), (9, 9)], generator)
     before = cute_fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest)
@@ -107,8 +122,9 @@ def test_pages_give_the_same(generator):
         ({"max_seqlen_k": lambda a: 9.0}, TypeError, r"max_seqlen_k must be an integer, got float"),
         ({"max_seqlen_k": lambda a: 99, "cu_seqlens_k": lambda a: a * 2}, ValueError, r"cu_seqlens_k must end at the"),
         ({"dropout_p": lambda a: 0.5}, NotImplementedError, r"dropout_p must be 0\.0"),
-        ({"window_size": lambda a: (2, 0)}, NotImplementedError, r"window_size must leave all 9 keys in sight"),
-        ({"softcap": lambda a: 9.0}, NotImplementedError, r"softcap must be 0 \(off\)"),
+        ({"window_size": lambda a: (2, -2)}, ValueError, r"window_size must hold lengths of 0 or more"),
+        ({"softcap": lambda a: 1e9}, ValueError, r"softcap must be 0 \(off\), or from"),
+        ({"alibi_slopes": lambda a: torch.ones(3, 4)}, ValueError, r"alibi_slopes must have .*\(2, 4\), got \(3, 4\)"),
         ({"softmax_scale": lambda a: -1.0}, ValueError, r"softmax_scale must be greater than 0"),
         ({"block_table": lambda a: [1]}, ValueError, r"k must have 4 dimensions \(blocks, page_size"),
         ({"q": lambda a: a.requires_grad_()}, ValueError, r"q must not require gradients"),

@@ -185,9 +185,9 @@ def ints(*values):
         ({"rotary_cos": lambda a: torch.ones(96, 32).bfloat16()}, TypeError,
          r"rotary_sin must be a torch\.Tensor, got NoneType"),
         ({"num_splits": lambda a: 2}, NotImplementedError, r"num_splits must be 0 or 1.*got 2"),
-        ({"softcap": lambda a: 5.0}, NotImplementedError, r"softcap must be 0 \(off\)"),
-        ({"window_size": lambda a: (5, 0)}, NotImplementedError, r"window_size must leave all 43 keys"),
-        ({"alibi_slopes": lambda a: torch.ones(4)}, NotImplementedError, r"alibi_slopes must be None"),
+        ({"softcap": lambda a: -5.0}, ValueError, r"softcap must be 0 \(off\), or from"),
+        ({"window_size": lambda a: (5,)}, TypeError, r"window_size must be a pair"),
+        ({"alibi_slopes": lambda a: torch.ones(5)}, ValueError, r"alibi_slopes must have the shape .*got \(5,\)"),
         ({"causal": lambda a: 1}, TypeError, r"causal must be True or False, got 1"),
         ({"rotary_interleaved": lambda a: None}, TypeError, r"rotary_interleaved must be True or False"),
         ({"softmax_scale": lambda a: 0.0}, ValueError, r"softmax_scale must be greater than 0"),
@@ -201,6 +201,18 @@ def test_misuse_is_refused_by_name_before_anything_is_written(call, change, exce
         cute_fa.flash_attn_with_kvcache(**call)
     after = [call[name] for name in ("k_cache", "v_cache")]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("name", ["window", "softcap", "alibi"])
+def test_options(call, name, generator):
+    options = {"window": {"window_size": (20, 0)}, "softcap": {"softcap": 5.0}, "alibi": {}}[name]
+    slopes = torch.rand(BATCH, HEADS, generator=generator) if name == "alibi" else None
+    caches = appended(call)
+    o, lse = cute_fa.flash_attn_with_kvcache(**call, **options, alibi_slopes=slopes, return_softmax_lse=True)
+    for i in range(BATCH):
+        k, v = (cache[i, : LENGTHS[i] + 3] for cache in caches)
+        own = {} if slopes is None else {"slopes": slopes[i]}
+        assert_matches(call["q"][i], k, v, o[i], lse[i], causal=True, **options, **own)
 
 
 def test_rotary_misuse(call):

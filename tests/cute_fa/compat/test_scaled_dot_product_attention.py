@@ -48,6 +48,31 @@ def test_causal_biases(bias, seqlen_q, seqlen_k, generator):
     assert_like_pytorch(tensors, attn_mask=mask)
 
 
+@pytest.mark.parametrize("shape", [(70, 90), (90,), (1, 70, 1), (2, 1, 1, 90), (2, 4, 70, 90), (1, 4, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_masks(shape, dtype, generator):
+    tensors = heads_first(70, 90, generator, heads=4, heads_kv=2)
+    mask = torch.randn(shape, generator=generator)
+    mask = mask < 0.8 if dtype == torch.bool else mask.to(dtype)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(tensor.float() for tensor in tensors), mask if dtype == torch.bool else mask.float(), enable_gqa=True
+    )
+    got = cute_fa.scaled_dot_product_attention(*tensors, mask, enable_gqa=True)
+    # PyTorch gives 0 or NaN where a query sees no key; here it is 0.
+    assert (got.float() - exact.nan_to_num(0.0)).abs().max() <= 2 * torch.finfo(got.dtype).eps * tensors[2].abs().max()
+
+
+def test_gradient_of_a_mask(generator):
+    tensors = [tensor.requires_grad_() for tensor in heads_first(40, 50, generator)]
+    mask = torch.randn(40, 50, generator=generator).requires_grad_()
+    inputs = (*tensors, mask)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    torch.nn.functional.scaled_dot_product_attention(*exact).sin().sum().backward()
+    cute_fa.scaled_dot_product_attention(*inputs, backward="sdpa").sin().sum().backward()
+    for one, other in zip(inputs, exact, strict=True):
+        assert (one.grad.double() - other.grad).abs().max() <= 0.03 * other.grad.abs().max()
+
+
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(33, 50), (50, 33)])
 def test_gradients_on_request(seqlen_q, seqlen_k, generator):
     tensors = heads_first(seqlen_q, seqlen_k, generator)
@@ -78,8 +103,11 @@ def test_compiles_without_breaks(dynamic, generator):
         ({"query": lambda a: a[0]}, ValueError, r"query must have 4 dimensions \(batch, heads, sequence, head_dim\)"),
         ({"key": lambda a: None}, TypeError, r"key must be a torch\.Tensor, got NoneType"),
         ({"key": lambda a: a[:, :1], "value": lambda a: a[:, :1]}, ValueError, r"enable_gqa must be True .*got 1"),
-        ({"attn_mask": lambda a: torch.ones(9, 9).bool()}, NotImplementedError, r"attn_mask must be None.*torch\.bool"),
-        ({"attn_mask": lambda a: 1}, NotImplementedError, r"attn_mask must be None.*got int"),
+        ({"attn_mask": lambda a: torch.ones(8, 9).bool()}, ValueError, r"attn_mask must broadcast .*got \(8, 9\)"),
+        ({"attn_mask": lambda a: torch.ones(9, 9).half()}, TypeError, r"attn_mask must be torch\.bool, torch\.float32"),
+        ({"attn_mask": lambda a: 1}, TypeError, r"attn_mask must be a torch\.Tensor or None, got int"),
+        ({"attn_mask": lambda a: torch.ones(9, 9).bool(), "is_causal": lambda a: True}, ValueError,
+         r"is_causal must be False with an attn_mask"),
         ({"attn_mask": lambda a: causal_lower_right(5, 9)}, ValueError, r"attn_mask must be for \(9, 9\)"),
         ({"attn_mask": lambda a: causal_lower_right(9, 9), "is_causal": lambda a: True}, ValueError,
          r"is_causal must be False with an attn_mask"),

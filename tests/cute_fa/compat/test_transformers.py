@@ -31,8 +31,9 @@ def build(family: str, **changes):
 
 MODELS = {
     "llama": ("Llama", {}),
-    "mistral": ("Mistral", {"sliding_window": 64}),
-    "gemma2": ("Gemma2", {"sliding_window": 64, "attn_logit_softcapping": None, "query_pre_attn_scalar": 64}),
+    "mistral": ("Mistral", {"sliding_window": 7}),
+    # Softcap, and a window in every other layer.
+    "gemma2": ("Gemma2", {"sliding_window": 7, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 64}),
 }
 
 
@@ -141,12 +142,9 @@ def test_an_encoder_with_padding():
 @pytest.mark.parametrize(
     "family, changes, inputs, match",
     [
-        ("Gemma2", {"sliding_window": 64}, {}, r"softcap must be 0 \(off\).*got 50\.0"),
-        ("Mistral", {"sliding_window": 8}, {}, r"mask_function must be causal or full .*window or chunks of 8"),
-        ("Llama", {}, {"attention_mask": torch.ones(1, 1, 23, 23).bool()},
-         r"attention_mask must be padding.*one's own"),
-        ("Llama", {}, {"position_ids": torch.arange(23)[None] % 10, "use_cache": False},
-         r"mask_function .*packed sequences"),
+        ("Gemma2", {"attn_logit_softcapping": 5000.0}, {}, r"softcap must be 0 \(off\).*got 5000\.0"),
+        ("Llama", {}, {"attention_mask": torch.ones(1, 1, 23, 23).double()},
+         r"attention_mask must be torch\.bool, torch\.float32 or torch\.bfloat16, got torch\.float64"),
         ("Llama", {"head_dim": 32}, {}, r"q must have a head dimension \(its last\) of 64 or 128, got 32"),
         ("Llama", {}, {"output_attentions": True}, r"output_attentions must be None for cute_fa"),
     ],
@@ -156,24 +154,69 @@ def test_what_is_not_served_is_refused_by_name(family, changes, inputs, match):
         logits(build(family, **changes), "cute_fa", tokens_of(1, 23), **inputs)
 
 
-def test_windows_that_hide_nothing_are_served():
-    """Prompt and answer fit into the window; one token more and it is refused."""
-    model = build("Mistral", sliding_window=23)
+@pytest.mark.parametrize(
+    "family, inputs",
+    [
+        ("Llama", {"attention_mask": torch.rand(1, 1, 23, 23) < 0.7}),
+        ("Llama", {"attention_mask": torch.randn(1, 1, 23, 23)}),
+        ("Llama", {"position_ids": torch.arange(23)[None] % 10, "use_cache": False}),  # packed sequences
+        ("Mistral", {"attention_mask": torch.tensor([[0] * 5 + [1] * 4 + [0] * 3 + [1] * 11])}),  # a hole in a window
+    ],
+)
+def test_patterns_of_ones_own(family, inputs):
+    model = build(family, **({"sliding_window": 7} if family == "Mistral" else {}))
+    inputs = {
+        name: value.to(torch.bfloat16) if value.is_floating_point() else value.clone() for name, value in inputs.items()
+    }
+    expected = logits(model, "sdpa", tokens_of(1, 23), **inputs)
+    got = logits(model, "cute_fa", tokens_of(1, 23), **inputs)
+    if inputs.get("attention_mask") is not None and inputs["attention_mask"].dim() == 2:
+        real = inputs["attention_mask"].bool()
+        got, expected = got[real], expected[real]
+    assert (got - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("window", [22, 23, 24])
+def test_windows_at_the_length_of_the_prompt(window):
+    model = build("Mistral", sliding_window=window)
     expected = logits(model, "sdpa", tokens_of(1, 23))
     assert (logits(model, "cute_fa", tokens_of(1, 23)) - expected).abs().max() < TOLERANCE
-    with pytest.raises(NotImplementedError, match="window or chunks of 23"):
-        logits(model, "cute_fa", tokens_of(1, 24))
+
+
+def test_sinks_and_windows_of_gpt_oss():
+    """Its layers have a sink for every head, and every other one a window."""
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        **{**SIZES, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 7, "rope_scaling": None}
+    )
+    model = transformers.GptOssForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    for padding in ({}, {"attention_mask": left_padded([23, 9])[1]}):
+        tokens = left_padded([23, 9])[0] if padding else tokens_of(2, 23)
+        difference = logits(model, "cute_fa", tokens, **padding) - logits(model, "eager", tokens, **padding)
+        real = padding["attention_mask"].bool() if padding else torch.ones(2, 23, dtype=torch.bool)
+        assert difference[real].abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_a_layer_asks_for_its_window_itself(is_causal):
+def test_a_layer_asks_for_its_window_itself(is_causal, generator):
     """transformers counts the query's own key: a window of 23 is one of 22 to the left."""
-    q = torch.zeros(1, 2, 23, 64, dtype=torch.bfloat16)
+    q = torch.randn(1, 2, 23, 64, generator=generator).to(torch.bfloat16)
     options = {"attention_mask": None, "is_causal": is_causal}
-    o, _ = attention(torch.nn.Module(), q, q, q, sliding_window=23, **options)
-    assert o.shape == (1, 23, 2, 64)
-    with pytest.raises(NotImplementedError, match=r"window_size must leave all 23 keys .*got \(21, "):
-        attention(torch.nn.Module(), q, q, q, sliding_window=22, **options)
+    o, _ = attention(torch.nn.Module(), q, q, q, sliding_window=9, **options)
+    turned = q.transpose(1, 2)
+    assert torch.equal(o, cute_fa.forward(turned, turned, turned, causal=is_causal, window_size=(8, 8)))
+
+
+def test_a_bias_of_positions_and_padding(generator):
+    q = torch.randn(2, 2, 23, 64, generator=generator).to(torch.bfloat16)
+    bias = torch.randn(1, 2, 23, 23, generator=generator)
+    padding = left_padded([23, 9])[1].bool()[:, None]
+    o, _ = attention(torch.nn.Module(), q, q, q, padding, position_bias=bias)
+    both = bias.masked_fill(~padding[:, None], -torch.inf)
+    exact = torch.nn.functional.scaled_dot_product_attention(*(tensor.float() for tensor in (q, q, q)), both)
+    assert (o.float() - exact.transpose(1, 2)).abs().max() <= 2 * torch.finfo(q.dtype).eps * q.abs().max()
 
 
 def test_training_needs_a_backward():
@@ -210,6 +253,7 @@ def test_long_patterns_are_looked_at_in_pieces():
     def window(size):
         return and_masks(sliding_window_overlay(size), causal_mask_function)
 
-    assert mask(1, 1500, 1500, mask_function=window(1500)) is None
-    with pytest.raises(NotImplementedError):
-        mask(1, 1500, 1500, mask_function=window(1499))
+    assert mask(1, 1500, 1500, mask_function=window(1500), local_size=1500) is None
+    shape = (1, 1499, 1500)
+    assert mask(1, 1500, 1500, mask_function=window(1499), local_size=1499).shape == shape
+    assert mask(1, 1500, 1500, mask_function=window(1499), local_size=1498).shape == (1, 1, 1500, 1500)
