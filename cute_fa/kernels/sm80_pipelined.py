@@ -232,7 +232,7 @@ class Sm80Pipelined:
         cute.arch.sync_threads()
 
         lse = softmax.finish(acc_O, arguments.sinks[head] * LOG2_E if self.features.sinks else None)
-        if cutlass.const_expr(not self.causal):
+        if cutlass.const_expr(not self.bounded_right):
             # With a mask ptxas has room to keep the thread's place through the loops; without one it spills it.
             tidx, _ = reread_thread_and_cta()
         gO = row_tile(mO[batch, None, head, None], m_block * tile_m, tile_m)
