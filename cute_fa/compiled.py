@@ -96,18 +96,18 @@ def _compile(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str,
     batch, seqlen_q, seqlen_k, num_heads, num_heads_kv = (cute.sym_int32() for _ in range(5))
     dtype = _CUTE_DTYPES[static.dtype]
 
-    def fake_bshd(seqlen, heads):
+    def fake_bshd(seqlen, heads, head_dim):
         strides = tuple(sym(divisibility=VECTOR) for sym in (cute.sym_int64, cute.sym_int32, cute.sym_int64))
-        shape = (batch, seqlen, heads, static.head_dim)
+        shape = (batch, seqlen, heads, head_dim)
         return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=VECTOR_BYTES)
 
-    mQ, mO = fake_bshd(seqlen_q, num_heads), fake_bshd(seqlen_q, num_heads)
-    mK, mV = fake_bshd(seqlen_k, num_heads_kv), fake_bshd(seqlen_k, num_heads_kv)
+    mQ, mO = (fake_bshd(seqlen_q, num_heads, head_dim) for head_dim in (static.head_dim, static.head_dim_v))
+    mK, mV = (fake_bshd(seqlen_k, num_heads_kv, head_dim) for head_dim in (static.head_dim, static.head_dim_v))
     mLSE = None
     if static.return_lse:
         shape, strides = (batch, num_heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1)
         mLSE = make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
-    kernel = rung.kernel(static.head_dim, static.causal, config)
+    kernel = rung.kernel(static, config)
     splitting = ()
     _name(rung.kernel.kernel, kernel_name(rung))
     if rung.splits_keys:

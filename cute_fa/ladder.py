@@ -10,7 +10,7 @@ from cute_fa.kernels.sm80_pipelined import Sm80Pipelined
 from cute_fa.kernels.sm80_serial import Sm80Serial
 from cute_fa.kernels.sm80_split_kv import Sm80SplitKV
 from cute_fa.kernels.sm90_warp_specialized import Sm90Overlapped, Sm90WarpSpecialized
-from cute_fa.problem import AttentionProblem
+from cute_fa.problem import FEATURES, AttentionProblem, StaticProblem, padded_head_dim
 from layouts import CATALOG, PLAIN, SWIZZLE_333, SmemLayout
 
 
@@ -25,7 +25,8 @@ class Rung:
         min_arch: lowest compute capability that runs it, as (major, minor).
         changed: what this rung changes against the one before, and what should follow.
         max_arch: highest compute capability that runs it; None if every later one does.
-        by_head_dim: pairs of a head dimension and the configuration that takes the place of ``config`` there.
+        by_head_dim: pairs of a head dimension, rounded up to a multiple of 64, and the configuration that takes the
+            place of ``config`` there.
         splits_keys: whether the kernel takes (workspace, num_splits) and merges its splits by a second kernel.
         max_rows: "auto" takes this rung before all others for at most so many queries times heads that share one
             head of K and V, and never for more; None: for any number.
@@ -47,9 +48,25 @@ class Rung:
         return self.min_arch <= capability and (self.max_arch is None or capability <= self.max_arch)
 
     def config_for(self, head_dim: int, layout: SmemLayout | None = None) -> KernelConfig | Sm90Config:
-        """The configuration at a head dimension, with the caller's layout if there is one."""
-        config = dict(self.by_head_dim).get(head_dim, self.config)
+        """The configuration at a head dimension (the larger one), with the caller's layout if there is one."""
+        config = dict(self.by_head_dim).get(padded_head_dim(head_dim), self.config)
         return config if layout is None else replace(config, layout=layout)
+
+    def lack(self, static: StaticProblem) -> str | None:
+        """What of a problem the kernel has no code for, as an error's text; None if it has all."""
+        if static.head_dim not in self.kernel.head_dims:
+            taken = ", ".join(map(str, self.kernel.head_dims))
+            return f"kernel {self.name!r} takes a head dimension of {taken}, got {static.head_dim}; kernel 'auto' more"
+        for feature in static.features:
+            if feature not in self.kernel.features:
+                return f"kernel {self.name!r} does not take {FEATURES[feature]}; kernel 'auto' does"
+        return None
+
+    def check(self, static: StaticProblem, config: KernelConfig | Sm90Config, arch: str) -> None:
+        """Raises ValueError if the kernel can't compute this, or not with this configuration."""
+        if (lack := self.lack(static)) is not None:
+            raise ValueError(lack)
+        self.kernel.check(static, config, arch)
 
 
 _SERIAL = KernelConfig(tile_m=64, tile_n=64, num_threads=128, ctas_per_sm=3, layout=PLAIN)
@@ -65,6 +82,10 @@ _PIPELINED = PipelinedConfig(
     lazy_rescale=False,
 )
 _TALL = replace(_PIPELINED, tile_m=128, q_in_registers=False)
+# O of 16 rows a warp is as much as registers hold here. Everything fits the 99 KiB of compute capability 8.6.
+_WIDE = replace(_TALL, num_threads=256, ctas_per_sm=1, num_stages=1)
+_BY_HEAD_DIM = ((192, _WIDE), (256, replace(_WIDE, tile_n=32)))
+_LAZY_BY_HEAD_DIM = tuple((head_dim, replace(config, lazy_rescale=True)) for head_dim, config in _BY_HEAD_DIM)
 
 # wgmma exists on compute capability 9.x alone.
 _HOPPER = {"min_arch": (9, 0), "max_arch": (9, 9)}
@@ -95,6 +116,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel3",
         kernel=Sm80Pipelined,
         config=_PIPELINED,
+        by_head_dim=_BY_HEAD_DIM,
         min_arch=(8, 0),
         changed="Loads.",
     ),
@@ -102,6 +124,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel4",
         kernel=Sm80Pipelined,
         config=_TALL,
+        by_head_dim=_BY_HEAD_DIM,
         min_arch=(8, 0),
         changed="Tile.",
     ),
@@ -109,6 +132,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel5",
         kernel=Sm80Pipelined,
         config=replace(_TALL, lazy_rescale=True),
+        by_head_dim=_LAZY_BY_HEAD_DIM,
         min_arch=(8, 0),
         changed="Lazy.",
     ),
@@ -207,23 +231,24 @@ def select(
 ) -> tuple[Rung, KernelConfig]:
     """The rung that serves a problem on an architecture ("sm_80", "sm_90a"), and its configuration.
 
-    "auto" is the highest rung that the architecture runs and that takes the head dimension and the layout; one
-    made for few queries comes before all others if these are few.
+    "auto" is the highest rung that the architecture runs and that takes the problem and the layout; one made for
+    few queries comes before all others if these are few.
 
     Raises:
-        ValueError, TypeError: an unknown kernel or layout, or one that the kernel can't take (of "auto", the
-            lowest one, which takes most).
+        ValueError, TypeError: an unknown kernel or layout, a kernel that can't take the problem, or a layout that the
+            kernel can't take (of "auto", the lowest one that takes the problem).
     """
     layout = None if layout is None else resolve_layout(layout)
-    rungs = [resolve_kernel(kernel, arch)]
+    rungs, static = [resolve_kernel(kernel, arch)], problem.static
     if kernel == "auto":
         rows = problem.seqlen_q * (problem.num_heads // problem.num_heads_kv)
-        rungs = [rung for rung in reversed(LADDER) if rung.runs_on(arch) and rows <= (rung.max_rows or rows)]
+        rungs = [rung for rung in reversed(LADDER) if rung.runs_on(arch) and rung.lack(static) is None]
+        rungs = [rung for rung in rungs if rows <= (rung.max_rows or rows)]
         rungs.sort(key=lambda rung: rung.max_rows is None)
     for rung in rungs:
-        config = rung.config_for(problem.head_dim, layout)
+        config = rung.config_for(static.widest_head_dim, layout)
         try:
-            rung.kernel.check(problem.head_dim, config, arch)
+            rung.check(static, config, arch)
             return rung, config
         except ValueError as error:
             refusal = error

@@ -29,7 +29,7 @@ def _forward(q, k, v, causal, softmax_scale, return_lse, kernel, layout):
 
 def _fake_forward(q, k, v, causal, softmax_scale, return_lse, kernel, layout):
     problem = AttentionProblem.from_shapes(q, k, v, causal=causal, return_lse=return_lse)
-    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    o = q.new_empty(problem.o_shape)
     if not return_lse:
         return o, _no_lse(q)
     return o, q.new_empty(problem.lse_shape, dtype=torch.float32)

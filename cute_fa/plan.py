@@ -30,6 +30,7 @@ class Plan:
     """What a call with certain shapes, strides and options does."""
 
     problem: AttentionProblem
+    o_shape: tuple[int, ...]
     launch: Callable | None  # None: no query, no key or no memory behind the tensors: nothing to launch
     awkward: bool  # whether q, k or v has strides that the kernels can't take
     default_scale: float
@@ -67,7 +68,7 @@ def run(
     plan = _plan_for(q, k, v, causal, return_lse, options, kernel, layout)
     scale = plan.default_scale if softmax_scale is None else plan.problem.softmax_scale(softmax_scale)
     if out is None:
-        o = out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        o = out = q.new_empty(plan.o_shape)
     else:
         o = _writable(plan, out, q, k, v)
     lse = None
@@ -100,7 +101,7 @@ def _writable(plan: Plan, out, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
                 return _with_plain_strides(out) if known.awkward else out
     except (AttributeError, TypeError, RuntimeError):
         key = None  # no dense tensor; the checks name it
-    check_out(out, q)
+    check_out(out, q, v)
     check_out_memory(out, q, k, v)
     if key is not None:
         sizes = tuple(memory_bytes(tensor) for tensor in (q, k, v))
@@ -153,7 +154,7 @@ def _make_plan(q, k, v, causal, return_lse, options, kernel, layout) -> Plan:
         else:
             with torch.cuda.device(device):
                 launch = get_launch(problem, rung, config, arch)
-    return Plan(problem, launch, awkward, problem.softmax_scale(None), device.index, {})
+    return Plan(problem, problem.o_shape, launch, awkward, problem.softmax_scale(None), device.index, {})
 
 
 def _is_awkward(strides: tuple[int, ...]) -> bool:

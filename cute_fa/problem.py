@@ -10,7 +10,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = range(8, 257, 8)
 VECTOR_BYTES = 16
 VECTOR = VECTOR_BYTES // 2  # elements of 16 bits
 MAX_SEQLEN = 2**30  # positions and their sums stay within int32 in the kernels
@@ -18,14 +18,40 @@ MAX_ROW_STRIDE = 2**24  # elements from one position to the next: 128 rows of a 
 MAX_CTAS = 2**31 - 1  # x extent of a grid
 
 
+def padded_head_dim(head_dim: int) -> int:
+    """Columns of the tiles in shared memory: what the atoms of 64 columns of the layouts fill."""
+    return -(-head_dim // 64) * 64
+
+
+# What not every kernel has: a kernel's class names those that it has as its ``features``.
+FEATURES = {"head_dim_v": "a head dimension of v other than that of q and k"}
+
+
 @dataclass(frozen=True)
 class StaticProblem:
-    """The part of a problem that a kernel is compiled for; all else is a run-time value."""
+    """The part of a problem that a kernel is compiled for; all else is a run-time value.
+
+    ``head_dim_v`` is that of v and o; ``head_dim`` when None is given.
+    """
 
     dtype: torch.dtype
     head_dim: int
     causal: bool
     return_lse: bool
+    head_dim_v: int | None = None
+
+    def __post_init__(self):
+        if self.head_dim_v is None:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+
+    @property
+    def widest_head_dim(self) -> int:
+        return max(self.head_dim, self.head_dim_v)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What it asks of a kernel besides attention of equal head dimensions: keys of ``FEATURES``."""
+        return ("head_dim_v",) if self.head_dim_v != self.head_dim else ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +109,7 @@ NO_OPTIONS = ScoreOptions()
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Attention of q (B, S_q, H, D) over k and v (B, S_k, H_kv, D)."""
+    """Attention of q (B, S_q, H, D) over k (B, S_k, H_kv, D) and v (B, S_k, H_kv, D_v)."""
 
     batch: int
     seqlen_q: int
@@ -91,6 +117,7 @@ class AttentionProblem:
     num_heads: int
     num_heads_kv: int
     head_dim: int
+    head_dim_v: int
     dtype: torch.dtype
     device: torch.device
     causal: bool
@@ -98,7 +125,11 @@ class AttentionProblem:
 
     @property
     def static(self) -> StaticProblem:
-        return StaticProblem(self.dtype, self.head_dim, self.causal, self.return_lse)
+        return StaticProblem(self.dtype, self.head_dim, self.causal, self.return_lse, self.head_dim_v)
+
+    @property
+    def o_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.seqlen_q, self.num_heads, self.head_dim_v
 
     @property
     def lse_shape(self) -> tuple[int, int, int]:
@@ -146,17 +177,18 @@ class AttentionProblem:
 
         batch, seqlen_q, num_heads, head_dim = q.shape
         _, seqlen_k, num_heads_kv, _ = k.shape
-        if head_dim not in HEAD_DIMS:
-            raise ValueError(
-                f"q must have a head dimension (its last) of {_either(HEAD_DIMS)}, got {head_dim}; other multiples "
-                f"of 8 up to 256 are planned, not supported yet"
-            )
+        for name, tensor in (("q", q), ("v", v)):
+            if tensor.shape[3] not in HEAD_DIMS:
+                raise ValueError(
+                    f"{name} must have a head dimension (its last) that is a multiple of 8 from 8 to 256, got "
+                    f"{tensor.shape[3]}"
+                )
         if k.shape[0] != batch:
             raise ValueError(f"k must have the batch size of q ({batch}), got {k.shape[0]} (shape {_shape(k)})")
         if k.shape[3] != head_dim:
             raise ValueError(f"k must have the head dimension of q ({head_dim}), got {k.shape[3]}")
-        if v.shape != k.shape:
-            raise ValueError(f"v must have the shape of k {_shape(k)}, got {_shape(v)}")
+        if v.shape[:3] != k.shape[:3]:
+            raise ValueError(f"v must have the shape of k {_shape(k)}, but for its last dimension, got {_shape(v)}")
         if num_heads == 0 or num_heads_kv == 0:
             raise ValueError(f"q, k and v must have at least one head, got {num_heads} (q) and {num_heads_kv} (k, v)")
         if num_heads % num_heads_kv:
@@ -165,12 +197,13 @@ class AttentionProblem:
             )
         causal = options.resolved_causal(causal, seqlen_q, seqlen_k)
         return AttentionProblem(
-            batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, q.dtype, q.device, causal, return_lse
-        )
+            batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, v.shape[3], q.dtype, q.device, causal,
+            return_lse,
+        )  # fmt: skip
 
     def _check_limits(self) -> None:
         """Extents beyond which positions or offsets leave int32 in a kernel."""
-        row = self.num_heads * self.head_dim
+        row = self.num_heads * self.static.widest_head_dim
         if row > MAX_ROW_STRIDE:
             raise ValueError(f"q must have at most 2**24 elements a position (heads times head dimension), got {row}")
         for name, seqlen in (("q", self.seqlen_q), ("k", self.seqlen_k)):
@@ -242,8 +275,8 @@ def check_no_grad(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def check_out(out, q: torch.Tensor) -> None:
-    """Checks what the caller wants o (B, S_q, H, D) in, against a q that was checked.
+def check_out(out, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Checks what the caller wants o (B, S_q, H, D_v) in, against a q and v that were checked.
 
     Raises:
         TypeError: not a dense tensor, or not of q's dtype.
@@ -255,8 +288,9 @@ def check_out(out, q: torch.Tensor) -> None:
         raise TypeError(f"out must be a dense (strided) tensor, got layout {out.layout}")
     if out.dtype != q.dtype:
         raise TypeError(f"out must have the dtype of q ({q.dtype}), got {out.dtype}")
-    if out.shape != q.shape:
-        raise ValueError(f"out must have the shape of q {_shape(q)}, got {_shape(out)}")
+    wanted = (*q.shape[:3], v.shape[3])
+    if out.shape != wanted:
+        raise ValueError(f"out must have the shape of q and the head dimension of v, {wanted}, got {_shape(out)}")
     if out.device != q.device:
         raise ValueError(f"out must be on the device of q ({q.device}), got a tensor on {out.device}")
     if out.requires_grad:

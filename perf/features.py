@@ -43,7 +43,12 @@ _TRANSFORMERS = "compat/test_transformers.py"
 FEATURES: tuple[Feature, ...] = (
     Feature("fp16, bf16", "yes", (_MATRIX, "test_forward_gpu.py::test_matches_reference"), ("yes",) * 4),
     Feature("fp8", "refused", ("test_errors.py::test_bad_input_is_refused_by_name",), ("-", "yes", "no", "yes")),
-    Feature("head dimension", "64, 128", (_MATRIX,), ("any", "to 256", "to 256", "-")),
+    Feature(
+        "head dimension",
+        "8 to 256 by 8",
+        ("emulator/test_head_dims.py::test_every_head_dim",),
+        ("any", "to 256", "to 256", "-"),
+    ),
     Feature("grouped heads", "yes", (_MATRIX, f"{_SDPA}::test_like_pytorch"), ("yes",) * 4),
     Feature(
         "causal, last query at last key",

@@ -34,7 +34,7 @@ class EmulationTooLongError(EmulationError):
 
 @dataclass(frozen=True)
 class EmulatedForward:
-    """o (B, S_q, H, D), lse (B, H, S_q) and what the emulator saw."""
+    """o (B, S_q, H, D_v), lse (B, H, S_q) and what the emulator saw."""
 
     o: torch.Tensor
     lse: torch.Tensor
@@ -57,7 +57,7 @@ def emulated_launch(
 
     def launch(q, k, v, o, lse, softmax_scale) -> EmulationReport:
         ptx = get_artifacts(static, rung, config, arch).ptx
-        report = run_forward(ptx, rung, config, q, k, v, o, lse, softmax_scale, causal=static.causal)
+        report = run_forward(ptx, static, rung, config, q, k, v, o, lse, softmax_scale)
         report.raise_for_faults()
         return report
 
@@ -91,15 +91,17 @@ def emulate_forward(
     problem = AttentionProblem.from_tensors(q, k, v, causal=causal, return_lse=True)
     rung, config = select(problem, arch, kernel, layout)
     _refuse_hours(rung, config, q.shape, problem.seqlen_k, causal)
-    o = torch.empty(q.shape, dtype=q.dtype)
-    lse = torch.empty(problem.batch, problem.num_heads, problem.seqlen_q)
+    o = torch.empty(problem.o_shape, dtype=q.dtype)
+    lse = torch.empty(problem.lse_shape)
     ptx = get_artifacts(problem.static, rung, config, arch).ptx
     scale = problem.softmax_scale(softmax_scale)
-    return EmulatedForward(o, lse, run_forward(ptx, rung, config, q, k, v, o, lse, scale, causal=causal, check=check))
+    report = run_forward(ptx, problem.static, rung, config, q, k, v, o, lse, scale, check=check)
+    return EmulatedForward(o, lse, report)
 
 
 def run_forward(
     ptx: str,
+    static: StaticProblem,
     rung: Rung,
     config: KernelConfig,
     q: torch.Tensor,
@@ -109,15 +111,13 @@ def run_forward(
     lse: torch.Tensor | None,
     softmax_scale: float,
     *,
-    causal: bool,
     check: bool = True,
 ) -> EmulationReport:
     """Executes the PTX of a rung on CPU tensors of the shapes that ``cute_fa.forward`` documents.
 
     Args:
-        ptx: the rung compiled with ``config``; with or without the log-sum-exp as ``lse`` is given or None.
+        ptx: the rung compiled for ``static`` with ``config``.
         o, lse: written in place.
-        causal: what the PTX was compiled with; here it only serves the estimate of the time.
         check: as in ``emulate``.
 
     Raises:
@@ -126,7 +126,7 @@ def run_forward(
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
     num_m_blocks = -(-seqlen_q // config.tile_m)
-    _refuse_hours(rung, config, q.shape, k.shape[1], causal)
+    _refuse_hours(rung, config, q.shape, k.shape[1], static.causal)
     args = [
         TensorArg(
             name,
@@ -155,7 +155,7 @@ def run_forward(
         (num_ctas, 1, 1),
         (config.num_threads, 1, 1),
         [*args, scale, *splitting],
-        rung.kernel.smem_bytes(head_dim, config),
+        rung.kernel.smem_bytes(static, config),
         check=check,
         progress=_Progress(rung.name),
     )

@@ -34,6 +34,7 @@ from cute_fa.device.mma import (
 )
 from cute_fa.device.softmax import LN_2, LOG2_E, NO_KEY, OnlineSoftmax, quad_reduce, thread_row_max
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, tile_bytes
+from cute_fa.problem import StaticProblem
 from layouts.cute_adapter import to_cute
 
 WARP = 32
@@ -61,18 +62,20 @@ class Sm80SplitKV:
     """The kernels for one static problem and one configuration."""
 
     COMBINE_THREADS = 128
+    head_dims = (64, 128)
+    features = frozenset()
 
     @staticmethod
-    def smem_bytes(head_dim: int, config: SplitConfig) -> int:
+    def smem_bytes(static: StaticProblem, config: SplitConfig) -> int:
         """Shared memory of a CTA in bytes: the warps' rings, where their O are merged later; Q; maxima and sums."""
-        num_warps = config.num_threads // WARP
+        head_dim, num_warps = static.head_dim, config.num_threads // WARP
         rings = 2 * tile_bytes(config, config.tile_n, head_dim, config.num_stages * num_warps)
         merged = num_warps * ROWS * (head_dim + MERGE_PAD) * 4
         statistics = 2 * num_warps * ROWS * 4
         return max(rings, merged) + tile_bytes(config, ROWS, head_dim) + statistics
 
     @staticmethod
-    def check(head_dim: int, config: SplitConfig, arch: str) -> None:
+    def check(static: StaticProblem, config: SplitConfig, arch: str) -> None:
         """Raises ValueError if the kernel can't be built with this configuration."""
         if not isinstance(config, SplitConfig):
             raise ValueError(f"config must be a SplitConfig, got {type(config).__name__}")
@@ -82,8 +85,8 @@ class Sm80SplitKV:
             raise ValueError(f"tile_n must be a multiple of 16, got {config.tile_n}")
         if config.num_stages < 2:
             raise ValueError(f"num_stages must be at least 2, got {config.num_stages}")
-        require_tiles(config, head_dim)
-        require_smem(Sm80SplitKV.smem_bytes(head_dim, config), config, head_dim, arch)
+        require_tiles(config, static.head_dim)
+        require_smem(Sm80SplitKV.smem_bytes(static, config), config, static.head_dim, arch)
 
     @staticmethod
     def num_ctas(batch: int, seqlen_q: int, num_heads: int, num_heads_kv: int) -> int:
@@ -122,9 +125,9 @@ class Sm80SplitKV:
         """Shared memory of a CTA of the second kernel."""
         return Sm80SplitKV.COMBINE_THREADS // (head_dim // 4) * head_dim * 4
 
-    def __init__(self, head_dim: int, causal: bool, config: SplitConfig):
-        self.head_dim = head_dim
-        self.causal = causal
+    def __init__(self, static: StaticProblem, config: SplitConfig):
+        head_dim = self.head_dim = static.head_dim
+        self.causal = static.causal
         self.config = config
         self.num_warps = config.num_threads // WARP
         self.layout_Q = config.layout.on(ROWS, head_dim)

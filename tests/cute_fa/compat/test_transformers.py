@@ -147,7 +147,7 @@ def test_an_encoder_with_padding():
          r"attention_mask must be padding.*one's own"),
         ("Llama", {}, {"position_ids": torch.arange(23)[None] % 10, "use_cache": False},
          r"mask_function .*packed sequences"),
-        ("Llama", {"head_dim": 32}, {}, r"q must have a head dimension \(its last\) of 64 or 128, got 32"),
+        ("Llama", {"head_dim": 20}, {}, r"q must have a head dimension \(its last\) that is a multiple of 8 .*got 20"),
         ("Llama", {}, {"output_attentions": True}, r"output_attentions must be None for cute_fa"),
     ],
 )  # fmt: skip
