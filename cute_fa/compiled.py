@@ -30,7 +30,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_fa.config import KernelConfig
 from cute_fa.ladder import Rung
-from cute_fa.problem import VECTOR, VECTOR_BYTES, StaticProblem
+from cute_fa.problem import SEQUENCE_TENSORS, VECTOR, VECTOR_BYTES, StaticProblem
 
 _CUTE_DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 _EXPORTED_NAME = "cute_fa_forward"
@@ -50,7 +50,9 @@ class Artifacts:
 def get_compiled(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str) -> Callable:
     """The compiled kernel as a function of (q, k, v, o, lse or None, softmax_scale), on torch tensors.
 
-    A rung that splits the keys takes (workspace, num_splits) besides; ``launch.get_launch`` supplies them.
+    A rung that splits the keys takes (workspace, num_splits) besides; ``launch.get_launch`` supplies them. For
+    sequences it takes a tuple besides: max_seqlen_q and the tensors of ``SEQUENCE_TENSORS``, with None for those not
+    given.
 
     It launches on the current stream of the tensors' device.
     """
@@ -96,13 +98,16 @@ def _compile(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str,
     batch, seqlen_q, seqlen_k, num_heads, num_heads_kv = (cute.sym_int32() for _ in range(5))
     dtype = _CUTE_DTYPES[static.dtype]
 
-    def fake_bshd(seqlen, heads, head_dim):
+    batch_kv = cute.sym_int32() if static.sequences else batch
+
+    def fake_bshd(batch, seqlen, heads, head_dim):
         strides = tuple(sym(divisibility=VECTOR) for sym in (cute.sym_int64, cute.sym_int32, cute.sym_int64))
         shape = (batch, seqlen, heads, head_dim)
         return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=VECTOR_BYTES)
 
-    mQ, mO = (fake_bshd(seqlen_q, num_heads, head_dim) for head_dim in (static.head_dim, static.head_dim_v))
-    mK, mV = (fake_bshd(seqlen_k, num_heads_kv, head_dim) for head_dim in (static.head_dim, static.head_dim_v))
+    head_dims = (static.head_dim, static.head_dim_v)
+    mQ, mO = (fake_bshd(batch, seqlen_q, num_heads, head_dim) for head_dim in head_dims)
+    mK, mV = (fake_bshd(batch_kv, seqlen_k, num_heads_kv, head_dim) for head_dim in head_dims)
     mLSE = None
     if static.return_lse:
         shape, strides = (batch, num_heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1)
@@ -114,9 +119,25 @@ def _compile(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str,
         _name(rung.kernel.combine, combine_name(rung))
         workspace = make_fake_tensor(cutlass.Float32, (cute.sym_int32(),), (1,), assumed_align=VECTOR_BYTES)
         splitting = (workspace, cutlass.Int32(1))
+    sequences = {"sequences": _fake_sequences(static)} if static.sequences else {}
     stream = make_fake_stream(use_tvm_ffi_env_stream="tvm-ffi" in options)
     scale = cutlass.Float32(1.0)
-    return cute.compile(kernel, mQ, mK, mV, mO, mLSE, scale, *splitting, stream, options=f"--gpu-arch {arch} {options}")
+    options = f"--gpu-arch {arch} {options}"
+    return cute.compile(kernel, mQ, mK, mV, mO, mLSE, scale, *splitting, stream, **sequences, options=options)
+
+
+def _fake_sequences(static: StaticProblem) -> tuple:
+    """What ``SequenceTensors`` holds, with None for what isn't given."""
+
+    def fake(name):
+        if name not in static.sequences:
+            return None
+        shape, strides = ((cute.sym_int32(), cute.sym_int32()), (cute.sym_int64(), 1))
+        if name != "block_table":
+            shape, strides = shape[:1], (1,)
+        return make_fake_tensor(cutlass.Int32, shape, strides, assumed_align=4)
+
+    return (cutlass.Int32(1), *map(fake, SEQUENCE_TENSORS))
 
 
 def kernel_name(rung: Rung) -> str:

@@ -80,7 +80,7 @@ def run(
             lse.fill_(-torch.inf)
         return out, lse
     if plan.awkward:
-        q, k, v = (_with_plain_strides(tensor) for tensor in (q, k, v))
+        q, k, v = (with_plain_strides(tensor) for tensor in (q, k, v))
     if plan.device_index is None or plan.device_index == torch.cuda.current_device():
         plan.launch(q, k, v, o, lse, scale)
     else:
@@ -98,7 +98,7 @@ def _writable(plan: Plan, out, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
             first, end = out.data_ptr(), out.data_ptr() + known.out_bytes
             inputs = zip((q.data_ptr(), k.data_ptr(), v.data_ptr()), known.input_bytes, strict=True)
             if not first % VECTOR_BYTES and not any(first < start + size and start < end for start, size in inputs):
-                return _with_plain_strides(out) if known.awkward else out
+                return with_plain_strides(out) if known.awkward else out
     except (AttributeError, TypeError, RuntimeError):
         key = None  # no dense tensor; the checks name it
     check_out(out, q, v)
@@ -106,7 +106,7 @@ def _writable(plan: Plan, out, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     if key is not None:
         sizes = tuple(memory_bytes(tensor) for tensor in (q, k, v))
         plan.outs[key] = _Out(memory_bytes(out), sizes, _is_awkward(out.stride()))
-    return _with_plain_strides(out)
+    return with_plain_strides(out)
 
 
 def _plan_for(q, k, v, causal, return_lse, options, kernel, layout) -> Plan:
@@ -162,7 +162,7 @@ def _is_awkward(strides: tuple[int, ...]) -> bool:
     return any(stride % VECTOR for stride in strides[:3]) or strides[1] > MAX_ROW_STRIDE
 
 
-def _with_plain_strides(tensor: torch.Tensor) -> torch.Tensor:
+def with_plain_strides(tensor: torch.Tensor) -> torch.Tensor:
     """The same values with strides that the kernels take: a view if only extents of 1 are in the way."""
     strides = [stride if extent > 1 else VECTOR for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     if _is_awkward(strides):

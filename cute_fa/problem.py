@@ -24,14 +24,20 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 # What not every kernel has: a kernel's class names those that it has as its ``features``.
-FEATURES = {"head_dim_v": "a head dimension of v other than that of q and k"}
+FEATURES = {
+    "head_dim_v": "a head dimension of v other than that of q and k",
+    "sequences": "sequences of lengths that lie on the device",
+}
+# The int32 tensors that say where sequences lie, in the order in which kernels take them.
+SEQUENCE_TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "cache_batch_idx", "leftpad_k")
 
 
 @dataclass(frozen=True)
 class StaticProblem:
     """The part of a problem that a kernel is compiled for; all else is a run-time value.
 
-    ``head_dim_v`` is that of v and o; ``head_dim`` when None is given.
+    ``head_dim_v`` is that of v and o; ``head_dim`` when None is given. ``sequences`` are those of ``SEQUENCE_TENSORS``
+    that are given.
     """
 
     dtype: torch.dtype
@@ -39,6 +45,7 @@ class StaticProblem:
     causal: bool
     return_lse: bool
     head_dim_v: int | None = None
+    sequences: tuple[str, ...] = ()
 
     def __post_init__(self):
         if self.head_dim_v is None:
@@ -51,7 +58,8 @@ class StaticProblem:
     @property
     def features(self) -> tuple[str, ...]:
         """What it asks of a kernel besides attention of equal head dimensions: keys of ``FEATURES``."""
-        return ("head_dim_v",) if self.head_dim_v != self.head_dim else ()
+        asked = {"head_dim_v": self.head_dim_v != self.head_dim, "sequences": bool(self.sequences)}
+        return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
 @dataclass(frozen=True)
@@ -122,10 +130,11 @@ class AttentionProblem:
     device: torch.device
     causal: bool
     return_lse: bool
+    sequences: tuple[str, ...] = ()
 
     @property
     def static(self) -> StaticProblem:
-        return StaticProblem(self.dtype, self.head_dim, self.causal, self.return_lse, self.head_dim_v)
+        return StaticProblem(self.dtype, self.head_dim, self.causal, self.return_lse, self.head_dim_v, self.sequences)
 
     @property
     def o_shape(self) -> tuple[int, int, int, int]:
@@ -178,7 +187,7 @@ class AttentionProblem:
         batch, seqlen_q, num_heads, head_dim = q.shape
         _, seqlen_k, num_heads_kv, _ = k.shape
         for name, tensor in (("q", q), ("v", v)):
-            if tensor.shape[3] not in HEAD_DIMS:
+            if tensor.shape[3] % 8 or not 8 <= tensor.shape[3] <= 256:  # HEAD_DIMS, for symbols too
                 raise ValueError(
                     f"{name} must have a head dimension (its last) that is a multiple of 8 from 8 to 256, got "
                     f"{tensor.shape[3]}"
@@ -338,6 +347,49 @@ def _window_sides(window_size) -> tuple[int, int]:
         if side < -1:
             raise ValueError(f"window_size must hold lengths of 0 or more, or -1 for no bound, got {window_size}")
     return left, right
+
+
+def require_int(name: str, value) -> None:
+    """Raises TypeError unless it is an integer, or a symbol of one, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+
+
+def require_tensor(
+    name: str,
+    value,
+    *,
+    dims: tuple[str, ...] | None = None,
+    like: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int | None, ...] | None = None,
+) -> None:
+    """Checks a tensor in what is given.
+
+    Args:
+        dims: a name for each of its dimensions.
+        like: a tensor on the device that is wanted.
+        shape: the extent of every dimension; None is any.
+
+    Raises:
+        TypeError, ValueError: naming ``name``, what it was and what is allowed.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if dims is not None and value.dim() != len(dims):
+        raise ValueError(
+            f"{name} must have {len(dims)} dimensions ({', '.join(dims)}), got {value.dim()}: shape {_shape(value)}"
+        )
+    if dtype is not None and value.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {value.dtype}")
+    if like is not None and value.device != like.device:
+        raise ValueError(f"{name} must be on the device of q ({like.device}), got a tensor on {value.device}")
+    if shape is not None and (
+        value.dim() != len(shape)
+        or any(wanted is not None and wanted != extent for extent, wanted in zip(value.shape, shape, strict=True))
+    ):
+        wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
+        raise ValueError(f"{name} must have the shape ({wanted}), got {_shape(value)}")
 
 
 def memory_bytes(tensor: torch.Tensor) -> int:

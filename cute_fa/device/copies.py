@@ -43,6 +43,14 @@ def row_tile(tensor: cute.Tensor, first_row, num_rows: int, num_cols: int | None
     return cute.make_tensor(aligned, layout)
 
 
+def gmem_vector(tensor: cute.Tensor, offset, size: int) -> cute.Tensor:
+    """``size`` contiguous elements at an offset (in elements, 64 bits), told to be aligned as vectors are."""
+    address = (tensor.iterator + offset).toint()
+    align = min(COPY_BITS // 8, size * tensor.element_type.width // 8)
+    pointer = cute.make_ptr(tensor.element_type, address, tensor.iterator.memspace, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(size))
+
+
 @cute.jit
 def copy_rows(
     tiled_copy: cute.TiledCopy,

@@ -17,7 +17,7 @@ from cute_fa.emulator.launch import TensorArg, emulate
 from cute_fa.emulator.parse import only_entry
 from cute_fa.emulator.report import EmulationError, EmulationReport
 from cute_fa.ladder import Rung, select
-from cute_fa.problem import AttentionProblem, StaticProblem
+from cute_fa.problem import SEQUENCE_TENSORS, AttentionProblem, StaticProblem
 from layouts import SmemLayout
 
 DEFAULT_ARCH = "sm_80"  # the family that the emulator knows: cp.async, ldmatrix, mma.sync
@@ -55,9 +55,9 @@ def emulated_launch(
         UnknownInstructionError: the emulator does not know an instruction of the kernel.
     """
 
-    def launch(q, k, v, o, lse, softmax_scale) -> EmulationReport:
+    def launch(q, k, v, o, lse, softmax_scale, sequences=None) -> EmulationReport:
         ptx = get_artifacts(static, rung, config, arch).ptx
-        report = run_forward(ptx, static, rung, config, q, k, v, o, lse, softmax_scale)
+        report = run_forward(ptx, static, rung, config, q, k, v, o, lse, softmax_scale, sequences)
         report.raise_for_faults()
         return report
 
@@ -110,6 +110,7 @@ def run_forward(
     o: torch.Tensor,
     lse: torch.Tensor | None,
     softmax_scale: float,
+    sequences: tuple | None = None,
     *,
     check: bool = True,
 ) -> EmulationReport:
@@ -118,6 +119,7 @@ def run_forward(
     Args:
         ptx: the rung compiled for ``static`` with ``config``.
         o, lse: written in place.
+        sequences: as for the function that ``get_compiled`` returns.
         check: as in ``emulate``.
 
     Raises:
@@ -125,8 +127,18 @@ def run_forward(
         EmulationError: see ``emulate``.
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
+    seqlen_k, located = k.shape[1], []
+    if sequences is not None:
+        seqlen_q_given, cu_seqlens_q, cu_seqlens_k, _, block_table, *_ = sequences
+        if cu_seqlens_q is not None:
+            batch, seqlen_q = len(cu_seqlens_q) - 1, seqlen_q_given
+        if block_table is not None:
+            seqlen_k *= block_table.shape[1]
+        elif cu_seqlens_k is not None:
+            seqlen_k = -(-seqlen_k // max(batch, 1))  # on average, for the estimate of the time
+        located = [np.int32(seqlen_q_given), *_sequence_arguments(sequences[1:])]
     num_m_blocks = -(-seqlen_q // config.tile_m)
-    _refuse_hours(rung, config, q.shape, k.shape[1], static.causal)
+    _refuse_hours(rung, config, (batch, seqlen_q, num_heads, head_dim), seqlen_k, static.causal)
     args = [
         TensorArg(
             name,
@@ -154,7 +166,7 @@ def run_forward(
         only_entry(ptx, kernel_name(rung)),
         (num_ctas, 1, 1),
         (config.num_threads, 1, 1),
-        [*args, scale, *splitting],
+        [*args, scale, *splitting, *located],
         rung.kernel.smem_bytes(static, config),
         check=check,
         progress=_Progress(rung.name),
@@ -192,6 +204,15 @@ def _refuse_hours(rung: Rung, config: KernelConfig, q_shape, seqlen_k: int, caus
             f"{_duration(estimate)} on the CPU; the limit is {_duration(MAX_SECONDS)}. Take shorter sequences, fewer "
             "heads or a smaller batch, or tensors on a GPU"
         )
+
+
+def _sequence_arguments(tensors) -> list[TensorArg]:
+    """The tensors of ``SEQUENCE_TENSORS`` that are given."""
+    return [
+        TensorArg(name, tensor.numpy(), tuple(range(tensor.dim())), ((0, np.int64),) if tensor.dim() > 1 else ())
+        for name, tensor in zip(SEQUENCE_TENSORS, tensors, strict=True)
+        if tensor is not None
+    ]
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:

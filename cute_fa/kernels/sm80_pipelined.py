@@ -40,6 +40,7 @@ from cute_fa.device.mma import (
 )
 from cute_fa.device.registers import recompute_from
 from cute_fa.device.schedule import longest_first
+from cute_fa.device.sequences import Member, batch_and_longest, copy_paged_rows
 from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, thread_row_max
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, HeadDim, require_smem, require_tiles, require_warps, tile_bytes
 from cute_fa.problem import HEAD_DIMS, VECTOR, StaticProblem, padded_head_dim
@@ -50,7 +51,7 @@ class Sm80Pipelined:
     """The kernel for one static problem and one configuration."""
 
     head_dims = HEAD_DIMS
-    features = frozenset({"head_dim_v"})
+    features = frozenset({"head_dim_v", "sequences"})
 
     @staticmethod
     def smem_bytes(static: StaticProblem, config: PipelinedConfig) -> int:
@@ -89,12 +90,18 @@ class Sm80Pipelined:
         mLSE: cute.Tensor | None,
         softmax_scale: cutlass.Float32,
         stream,
+        sequences: tuple | None = None,
     ):
-        """Launches the kernel: Q, O (B, S_q, H, D or D_v); K, V (B, S_k, H_kv, D or D_v); LSE (B, H, S_q) or None."""
-        batch, seqlen_q, num_heads, _ = mQ.shape
+        """Launches the kernel: Q, O (B, S_q, H, D or D_v); K, V (B, S_k, H_kv, D or D_v); LSE (B, H, S_q) or None.
+
+        sequences: the fields of ``SequenceTensors``. Packed queries are a batch of 1 here, as are packed keys; pages
+        take the place of K's and V's batch.
+        """
+        batch, seqlen_q = batch_and_longest(mQ, sequences)
+        num_heads = mQ.shape[2]
         # One dimension, since the y and z extents of a grid end at 65535.
         num_ctas = cute.ceil_div(seqlen_q, self.config.tile_m) * num_heads * batch
-        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E).launch(
+        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E, sequences).launch(
             grid=(num_ctas, 1, 1),
             block=(self.config.num_threads, 1, 1),
             stream=stream,
@@ -111,19 +118,22 @@ class Sm80Pipelined:
         mO: cute.Tensor,
         mLSE: cute.Tensor | None,
         scale_log2: cutlass.Float32,
+        sequences: tuple | None,
     ):
         tile_m, tile_n, stages = self.config.tile_m, self.config.tile_n, self.config.num_stages
         qk, vo = self.qk, self.vo
         dtype = mQ.element_type
-        seqlen_q, num_heads = mQ.shape[1], mQ.shape[2]
-        seqlen_k, num_heads_kv = mK.shape[1], mK.shape[2]
+        num_heads, num_heads_kv = mQ.shape[2], mK.shape[2]
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        m_block, head, batch = longest_first(cta, cute.ceil_div(seqlen_q, tile_m), num_heads, mQ.shape[0])
+        batch, max_seqlen_q = batch_and_longest(mQ, sequences)
+        m_block, head, batch = longest_first(cta, cute.ceil_div(max_seqlen_q, tile_m), num_heads, batch)
         head_kv = head // (num_heads // num_heads_kv)
+        member = Member.find(batch, mQ, mK, sequences)
+        seqlen_q, seqlen_k = member.seqlen_q, member.seqlen_k
 
         # Tiles in global memory: (tile, padded D).
-        gQ = row_tile(mQ[batch, None, head, None], m_block * tile_m, tile_m, qk.padded)
+        gQ = row_tile(member.queries(mQ, head), m_block * tile_m, tile_m, qk.padded)
 
         # Tiles in shared memory: Q (tile_m, D), K and V (tile_n, D, stages), D padded. O takes the place of Q.
         smem = cutlass.memory.SmemAllocator()
@@ -152,13 +162,18 @@ class Sm80Pipelined:
         if cutlass.const_expr(self.causal):
             num_keys = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + tile_m))
             num_keys_unmasked = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + 1))
+        queries_left = seqlen_q - m_block * tile_m
+        if cutlass.const_expr(sequences is not None):
+            # The grid is made for the longest member: of another, tiles may lie behind the last query.
+            num_keys = num_keys if queries_left > 0 else 0
+            num_keys_unmasked = num_keys_unmasked if queries_left > 0 else 0
         num_blocks = cute.ceil_div(num_keys, tile_n)
         num_unmasked = num_keys_unmasked // tile_n
-        queries_left = seqlen_q - m_block * tile_m
 
-        gK, gV = mK[batch, None, head_kv, None], mV[batch, None, head_kv, None]
+        gK, gV = member.keys(mK, head_kv), member.keys(mV, head_kv)
         this = SimpleNamespace(  # what the steps of this CTA share
             dtype=dtype,
+            pages=member.pages,
             load_copy=load_copy,
             thr_load=thr_load,
             K=SimpleNamespace(
@@ -206,9 +221,9 @@ class Sm80Pipelined:
         cute.arch.sync_threads()
 
         lse = softmax.finish(acc_O)
-        gO = row_tile(mO[batch, None, head, None], m_block * tile_m, tile_m, vo.padded)
+        gO = row_tile(member.queries(mO, head), m_block * tile_m, tile_m, vo.padded)
         if cutlass.const_expr(mLSE is not None):
-            gLSE = cute.domain_offset((m_block * tile_m,), mLSE[batch, head, None])
+            gLSE = cute.domain_offset((m_block * tile_m,), member.statistics(mLSE, head))
             store_lse(lse, gLSE, thr_mma, (tile_m, vo.used), queries_left)
         store_output(acc_O, sO, gO, tiled_mma, store_copy, tidx, queries_left, vo.ragged)
 
@@ -263,12 +278,17 @@ class Sm80Pipelined:
 
     def load(self, this, operand, n_block, whole: bool):
         """Starts the loads of a tile of K or V; one that isn't whole has zeros behind the last key."""
+        target = operand.smem[None, None, None, n_block % self.config.num_stages]
+        if this.pages is not None:
+            first, ragged = n_block * self.config.tile_n, operand.width.ragged
+            place = (operand.gmem, this.pages, target, operand.coords, first, this.seqlen_k - first, ragged)
+            copy_paged_rows(this.load_copy, *place)
+            return
         keys_left = None if whole else this.seqlen_k - n_block * self.config.tile_n
         row_stride = cute.assume(recompute_from(operand.gmem.stride[0]), divby=VECTOR)
         tensor = cute.make_tensor(operand.gmem.iterator, cute.make_layout(operand.gmem.shape, stride=(row_stride, 1)))
         tile = row_tile(tensor, n_block * self.config.tile_n, self.config.tile_n, operand.width.padded)
         source = this.thr_load.partition_S(tile)
-        target = operand.smem[None, None, None, n_block % self.config.num_stages]
         if whole and operand.width.ragged is None:
             cute.copy(this.load_copy, source, target)
         else:

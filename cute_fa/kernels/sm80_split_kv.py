@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 
 from cute_fa.config import SplitConfig
-from cute_fa.device.copies import COPY_BITS, copy_rows, make_gmem_tiled_copies, row_tile
+from cute_fa.device.copies import copy_rows, gmem_vector, make_gmem_tiled_copies, row_tile
 from cute_fa.device.mask import key_limits, mask_scores, rows_of
 from cute_fa.device.mma import (
     SmemOperand,
@@ -41,14 +41,6 @@ WARP = 32
 ROWS = 16  # of a tile of queries: one m16n8k16 high
 MERGE_PAD = 8  # floats behind each row of the warps' O: 8-byte stores of a quarter-warp then meet all banks
 MIN_TILES = 2  # of keys for each warp of a split
-
-
-def gmem_vector(tensor: cute.Tensor, offset, size: int) -> cute.Tensor:
-    """``size`` contiguous elements at an offset (in elements, 64 bits), told to be aligned as vectors are."""
-    address = (tensor.iterator + offset).toint()
-    align = min(COPY_BITS // 8, size * tensor.element_type.width // 8)
-    pointer = cute.make_ptr(tensor.element_type, address, tensor.iterator.memspace, assumed_align=align)
-    return cute.make_tensor(pointer, cute.make_layout(size))
 
 
 def vector_copy(src: cute.Tensor, dst: cute.Tensor):
