@@ -74,20 +74,28 @@ FEATURES: tuple[Feature, ...] = (
     Feature("log-sum-exp", "yes", (_MATRIX,), ("no", "yes", "yes", "yes")),
     Feature(
         "packed sequences of any lengths",
-        "a launch each",
-        (f"{_VARLEN}::test_each_sequence_is_right", f"{_VARLEN}::test_sequences_do_not_see_one_another"),
+        "yes",
+        (
+            f"{_VARLEN}::test_each_sequence_is_right",
+            f"{_VARLEN}::test_sequences_do_not_see_one_another",
+            f"{_VARLEN}::test_one_launch_for_all_sequences",
+        ),
         ("nested tensors", "yes", "yes", "mask_mod"),
     ),
     Feature(
         "KV cache, appended in place, rotary",
-        "a launch a member",
-        (f"{_KVCACHE}::test_appends_and_attends", f"{_KVCACHE}::test_rotary"),
+        "yes",
+        (
+            f"{_KVCACHE}::test_appends_and_attends",
+            f"{_KVCACHE}::test_rotary",
+            f"{_KVCACHE}::test_one_launch_whatever_the_lengths",
+        ),
         ("no", "-", "yes", "no"),
     ),
     Feature(
         "paged KV cache",
-        "pages are copied",
-        (f"{_KVCACHE}::test_pages_give_the_same_and_are_written", f"{_VARLEN}::test_pages_give_the_same"),
+        "yes",
+        (f"{_KVCACHE}::test_pages_of_any_size_in_any_order", f"{_VARLEN}::test_pages_give_the_same"),
         ("no", "yes", "yes", "-"),
     ),
     Feature(

@@ -162,13 +162,13 @@ class Sm80Pipelined:
         if cutlass.const_expr(self.causal):
             num_keys = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + tile_m))
             num_keys_unmasked = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + 1))
-        queries_left = seqlen_q - m_block * tile_m
         if cutlass.const_expr(sequences is not None):
             # The grid is made for the longest member: of another, tiles may lie behind the last query.
-            num_keys = num_keys if queries_left > 0 else 0
-            num_keys_unmasked = num_keys_unmasked if queries_left > 0 else 0
+            num_keys = num_keys if m_block * tile_m < seqlen_q else 0
+            num_keys_unmasked = num_keys_unmasked if m_block * tile_m < seqlen_q else 0
         num_blocks = cute.ceil_div(num_keys, tile_n)
         num_unmasked = num_keys_unmasked // tile_n
+        queries_left = seqlen_q - m_block * tile_m
 
         gK, gV = member.keys(mK, head_kv), member.keys(mV, head_kv)
         this = SimpleNamespace(  # what the steps of this CTA share
@@ -278,9 +278,9 @@ class Sm80Pipelined:
 
     def load(self, this, operand, n_block, whole: bool):
         """Starts the loads of a tile of K or V; one that isn't whole has zeros behind the last key."""
-        target = operand.smem[None, None, None, n_block % self.config.num_stages]
         if this.pages is not None:
             first, ragged = n_block * self.config.tile_n, operand.width.ragged
+            target = operand.smem[None, None, None, n_block % self.config.num_stages]
             place = (operand.gmem, this.pages, target, operand.coords, first, this.seqlen_k - first, ragged)
             copy_paged_rows(this.load_copy, *place)
             return
@@ -289,6 +289,7 @@ class Sm80Pipelined:
         tensor = cute.make_tensor(operand.gmem.iterator, cute.make_layout(operand.gmem.shape, stride=(row_stride, 1)))
         tile = row_tile(tensor, n_block * self.config.tile_n, self.config.tile_n, operand.width.padded)
         source = this.thr_load.partition_S(tile)
+        target = operand.smem[None, None, None, n_block % self.config.num_stages]
         if whole and operand.width.ragged is None:
             cute.copy(this.load_copy, source, target)
         else:
