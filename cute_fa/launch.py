@@ -13,9 +13,10 @@ from cute_fa.problem import AttentionProblem
 
 
 def get_launch(problem: AttentionProblem, rung: Rung, config: KernelConfig, arch: str) -> Callable:
-    """A function of (q, k, v, o, lse or None, softmax_scale) for tensors of this problem's shapes on its device.
+    """A function of (q, k, v, o, lse or None, softmax_scale), and for sequences their tuple.
 
-    A rung that splits the keys allocates what its splits leave to be merged at each call, on the current stream.
+    It takes tensors of this problem's shapes on its device. A rung that splits the keys allocates what its splits leave
+    to be merged at each call, on the current stream.
     """
     compiled = get_compiled(problem.static, rung, config, arch)
     if not rung.splits_keys:
@@ -27,8 +28,8 @@ def get_launch(problem: AttentionProblem, rung: Rung, config: KernelConfig, arch
         problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim, num_splits
     )
 
-    def launch(q, k, v, o, lse, softmax_scale):
+    def launch(q, k, v, o, lse, softmax_scale, *sequences):
         workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
-        compiled(q, k, v, o, lse, softmax_scale, workspace, num_splits)
+        compiled(q, k, v, o, lse, softmax_scale, workspace, num_splits, *sequences)
 
     return launch

@@ -26,7 +26,8 @@ def padded_head_dim(head_dim: int) -> int:
 # What not every kernel has: a kernel's class names those that it has as its ``features``.
 FEATURES = {
     "head_dim_v": "a head dimension of v other than that of q and k",
-    "sequences": "sequences of lengths that lie on the device",
+    "packed": "packed sequences (cu_seqlens_q, cu_seqlens_k)",
+    "caches": "keys in a cache or in pages (seqused_k, block_table, cache_batch_idx, leftpad_k)",
 }
 # The int32 tensors that say where sequences lie, in the order in which kernels take them.
 SEQUENCE_TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "cache_batch_idx", "leftpad_k")
@@ -58,7 +59,12 @@ class StaticProblem:
     @property
     def features(self) -> tuple[str, ...]:
         """What it asks of a kernel besides attention of equal head dimensions: keys of ``FEATURES``."""
-        asked = {"head_dim_v": self.head_dim_v != self.head_dim, "sequences": bool(self.sequences)}
+        packed = {"cu_seqlens_q", "cu_seqlens_k"}
+        asked = {
+            "head_dim_v": self.head_dim_v != self.head_dim,
+            "packed": bool(packed & set(self.sequences)),
+            "caches": bool(set(self.sequences) - packed),
+        }
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
 

@@ -10,9 +10,9 @@ import torch
 from torch.compiler import is_compiling
 
 from cute_fa.arch import arch_of_capability
-from cute_fa.compiled import get_compiled
 from cute_fa.emulator import DEFAULT_ARCH, emulated_launch
 from cute_fa.ladder import select
+from cute_fa.launch import get_launch
 from cute_fa.plan import with_plain_strides
 from cute_fa.problem import (
     MAX_CTAS,
@@ -157,10 +157,10 @@ def _make_plan(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options, ke
     arch = arch_of_capability(torch.cuda.get_device_capability(device)) if on_gpu else DEFAULT_ARCH
     rung, config = select(problem, arch, kernel)
     launch = None
-    if problem.batch and problem.seqlen_q and q.numel() and k.numel():
+    if problem.batch and problem.seqlen_q and all(t is None or t.numel() for t in (q, k, tensors[3])):
         if on_gpu:
             with torch.cuda.device(device):
-                launch = get_compiled(problem.static, rung, config, arch)
+                launch = get_launch(problem, rung, config, arch)
         else:
             launch = emulated_launch(problem.static, rung, config, arch)
     return _Plan(problem, *_result_shapes(q, v, tensors), launch, device.index if on_gpu else None)

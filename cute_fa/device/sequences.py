@@ -116,15 +116,15 @@ def copy_paged_rows(
     """``copy_rows`` of a tile whose rows are found through a table of pages, each thread for its own rows.
 
     ``rows`` (pages, page_size, D) is all of memory; ``pages`` are those of this sequence, whose row ``first_row`` is
-    the tile's first. ``num_rows`` of the tile are there, at least one.
+    the tile's first. ``num_rows`` of the tile are there; the table has at least one page.
     """
     num_pages, page_size = rows.shape[0], rows.shape[1]
-    for m in cutlass.range_constexpr(dst.shape[1]):
+    for m in cutlass.range_constexpr(cute.size(dst, mode=[1])):
         row = coords[0, m, 0][0]
-        position = first_row + cutlass.min(row, num_rows - 1)
+        position = cutlass.max(0, first_row + cutlass.min(row, num_rows - 1))
         page = _between(pages[position // page_size], 0, num_pages - 1)
         vectors = rows[page, position % page_size, None]
-        for k in cutlass.range_constexpr(dst.shape[2]):
+        for k in cutlass.range_constexpr(cute.size(dst, mode=[2])):
             col = coords[0, m, k][1]
             pred = cute.make_rmem_tensor(1, cutlass.Boolean)
             pred[0] = row < num_rows

@@ -157,7 +157,7 @@ def run_forward(
     if rung.splits_keys:
         num_heads_kv = k.shape[2]
         num_ctas = rung.kernel.num_ctas(batch, seqlen_q, num_heads, num_heads_kv)
-        num_splits = rung.kernel.num_splits(config, num_ctas, k.shape[1], EMULATED_SMS)
+        num_splits = rung.kernel.num_splits(config, num_ctas, seqlen_k, EMULATED_SMS)
         num_ctas *= num_splits
         floats = rung.kernel.workspace_floats(batch, seqlen_q, num_heads, head_dim, num_splits)
         workspace = TensorArg("workspace", np.full(floats, np.nan, np.float32), dynamic_shape=(0,))

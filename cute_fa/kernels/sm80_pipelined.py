@@ -51,7 +51,7 @@ class Sm80Pipelined:
     """The kernel for one static problem and one configuration."""
 
     head_dims = HEAD_DIMS
-    features = frozenset({"head_dim_v", "sequences"})
+    features = frozenset({"head_dim_v", "packed", "caches"})
 
     @staticmethod
     def smem_bytes(static: StaticProblem, config: PipelinedConfig) -> int:

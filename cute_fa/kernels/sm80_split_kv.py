@@ -18,6 +18,8 @@ A second kernel merges the splits: o = sum_i 2^(lse_i - lse) o_i (Flash-Decoding
 
 from __future__ import annotations
 
+import functools
+
 import cutlass
 import cutlass.cute as cute
 
@@ -32,6 +34,7 @@ from cute_fa.device.mma import (
     make_ldmatrix_atom,
     make_tiled_mma,
 )
+from cute_fa.device.sequences import Member, copy_paged_rows
 from cute_fa.device.softmax import LN_2, LOG2_E, NO_KEY, OnlineSoftmax, quad_reduce, thread_row_max
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, tile_bytes
 from cute_fa.problem import StaticProblem
@@ -55,7 +58,7 @@ class Sm80SplitKV:
 
     COMBINE_THREADS = 128
     head_dims = (64, 128)
-    features = frozenset()
+    features = frozenset({"caches"})
 
     @staticmethod
     def smem_bytes(static: StaticProblem, config: SplitConfig) -> int:
@@ -137,15 +140,17 @@ class Sm80SplitKV:
         workspace: cute.Tensor,
         num_splits: cutlass.Int32,
         stream,
+        sequences: tuple | None = None,
     ):
         """Launches the kernels: Q, O (B, S_q, H, D); K, V (B, S_k, H_kv, D); LSE (B, H, S_q) or None.
 
         workspace: with several splits, num_splits * B * H * S_q * (D + 1) floats.
+        sequences: the fields of ``SequenceTensors``; queries are not packed.
         """
         batch, seqlen_q, num_heads, _ = mQ.shape
         num_heads_kv = mK.shape[2]
         num_m_blocks = cute.ceil_div(seqlen_q * (num_heads // num_heads_kv), ROWS)
-        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E, workspace, num_splits).launch(
+        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E, workspace, num_splits, sequences).launch(
             grid=(num_m_blocks * num_splits * num_heads_kv * batch, 1, 1),
             block=(self.config.num_threads, 1, 1),
             stream=stream,
@@ -168,11 +173,12 @@ class Sm80SplitKV:
         scale_log2: cutlass.Float32,
         workspace: cute.Tensor,
         num_splits: cutlass.Int32,
+        sequences: tuple | None,
     ):
         tile_n, head_dim, stages, num_warps = self.config.tile_n, self.head_dim, self.config.num_stages, self.num_warps
         dtype = mQ.element_type
         num_rows_all, seqlen_q, num_heads = mQ.shape[0] * mQ.shape[1] * mQ.shape[2], mQ.shape[1], mQ.shape[2]
-        seqlen_k, num_heads_kv = mK.shape[1], mK.shape[2]
+        num_heads_kv = mK.shape[2]
         group = num_heads // num_heads_kv
         tidx, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
@@ -183,6 +189,8 @@ class Sm80SplitKV:
         head_kv = cta // num_m_blocks // num_splits % num_heads_kv
         batch = cta // num_m_blocks // num_splits // num_heads_kv
         rows_left = seqlen_q * group - first_row
+        member = Member.find(batch, mQ, mK, sequences)
+        seqlen_k = member.seqlen_k
 
         # Shared memory: Q (16, D), and for each warp num_stages tiles of K and of V (tile_n, D).
         smem = cutlass.memory.SmemAllocator()
@@ -211,7 +219,11 @@ class Sm80SplitKV:
         thr_load = warp_copy.get_slice(lane)
         tKsK, tVsV = thr_load.partition_D(sK), thr_load.partition_D(sV)
         tKcK = thr_load.partition_S(cute.make_identity_tensor((tile_n, head_dim)))
-        mK, mV = mK[batch, None, head_kv, None], mV[batch, None, head_kv, None]
+        mK, mV = member.keys(mK, head_kv), member.keys(mV, head_kv)
+
+        load_tiles = functools.partial(
+            self.load_tiles, warp_copy, thr_load, member.pages, ((mK, tKsK), (mV, tVsV)), tKcK
+        )
 
         # This split's tiles are [first_tile, end_tile); this warp takes every num_warps-th of them.
         num_tiles = cute.ceil_div(seqlen_k, tile_n)
@@ -224,10 +236,7 @@ class Sm80SplitKV:
         for ahead in cutlass.range_constexpr(stages - 1):
             tile = first_tile + ahead * num_warps
             keys_left = cutlass.min(seqlen_k, end_tile * tile_n) - tile * tile_n
-            source_K, source_V = row_tile(mK, tile * tile_n, tile_n), row_tile(mV, tile * tile_n, tile_n)
-            slot = ahead * num_warps + warp
-            copy_rows(warp_copy, thr_load.partition_S(source_K), tKsK[None, None, None, slot], tKcK, keys_left)
-            copy_rows(warp_copy, thr_load.partition_S(source_V), tVsV[None, None, None, slot], tKcK, keys_left)
+            load_tiles(tile, ahead * num_warps + warp, keys_left)
             cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(stages - 1)
         cute.arch.sync_threads()
@@ -244,10 +253,7 @@ class Sm80SplitKV:
             cute.arch.sync_warp()  # this tile is here, and no lane reads the one before any more
             later = tile + (stages - 1) * num_warps
             keys_left = cutlass.min(seqlen_k, end_tile * tile_n) - later * tile_n
-            source_K, source_V = row_tile(mK, later * tile_n, tile_n), row_tile(mV, later * tile_n, tile_n)
-            slot = (step + stages - 1) % stages * num_warps + warp
-            copy_rows(warp_copy, thr_load.partition_S(source_K), tKsK[None, None, None, slot], tKcK, keys_left)
-            copy_rows(warp_copy, thr_load.partition_S(source_V), tVsV[None, None, None, slot], tKcK, keys_left)
+            load_tiles(later, (step + stages - 1) % stages * num_warps + warp, keys_left)
             cute.arch.cp_async_commit_group()
 
             slot = step % stages * num_warps + warp
@@ -306,6 +312,18 @@ class Sm80SplitKV:
                 sO[rows[r], cO[r, c][1], warp] = output[r, c]
         cute.arch.sync_threads()
         self.store_rows(mO, sO, workspace, num_splits, split, batch, head_kv, group, first_row, rows_left, tidx)
+
+    def load_tiles(self, warp_copy, thr_load, pages, operands, coords, tile, slot, keys_left):
+        """Starts this warp's loads of a tile of K and of V into a slot of its ring, zeros behind the last key."""
+        tile_n = self.config.tile_n
+        slots = [target[None, None, None, slot] for _, target in operands]
+        if pages is not None:
+            for (rows, _), target in zip(operands, slots, strict=True):
+                copy_paged_rows(warp_copy, rows, pages, target, coords, tile * tile_n, keys_left, None)
+            return
+        sources = [row_tile(rows, tile * tile_n, tile_n) for rows, _ in operands]
+        for source, target in zip(sources, slots, strict=True):
+            copy_rows(warp_copy, thr_load.partition_S(source), target, coords, keys_left)
 
     @cute.jit
     def load_queries(self, mQ, sQ, batch, head_kv, group, first_row, rows_left, tidx):

@@ -181,6 +181,27 @@ def test_pages_of_any_size_in_any_order(page_size, head_dim, head_dim_v, generat
         assert_matches(q[i], tokens[0][i], tokens[1][i], o[i], lse[i], causal=True)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_splits_that_some_members_do_not_reach(paged, generator):
+    """Decoding from a long cache: the number of splits is the longest member's."""
+    lengths, capacity = [1500, 0, 3, 700], 1536
+    caches = [draw(generator, 4, capacity, HEADS_KV, HEAD_DIM) for _ in range(2)]
+    for cache in caches:
+        for i, length in enumerate(lengths):
+            cache[i, length:] = torch.nan
+    q, used = draw(generator, 4, 1, HEADS, HEAD_DIM), torch.tensor(lengths, dtype=torch.int32)
+    table, given = None, caches
+    if paged:
+        table = torch.randperm(4 * 16, generator=generator).view(4, 16).int()
+        given = [torch.empty(64, 96, HEADS_KV, HEAD_DIM, dtype=torch.bfloat16) for _ in caches]
+        for pages, cache in zip(given, caches, strict=True):
+            pages[table.long()] = cache.view(4, 16, 96, HEADS_KV, HEAD_DIM)
+    options = {"cache_seqlens": used, "block_table": table}
+    o, lse = cute_fa.flash_attn_with_kvcache(q, *given, **options, return_softmax_lse=True)
+    for i, length in enumerate(lengths):
+        assert_matches(q[i], caches[0][i, :length], caches[1][i, :length], o[i], lse[i])
+
+
 def test_one_launch_whatever_the_lengths(call, monkeypatch):
     from cute_fa.emulator import emulated_launch
 
