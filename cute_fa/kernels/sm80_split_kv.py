@@ -316,14 +316,15 @@ class Sm80SplitKV:
     def load_tiles(self, warp_copy, thr_load, pages, operands, coords, tile, slot, keys_left):
         """Starts this warp's loads of a tile of K and of V into a slot of its ring, zeros behind the last key."""
         tile_n = self.config.tile_n
-        slots = [target[None, None, None, slot] for _, target in operands]
         if pages is not None:
-            for (rows, _), target in zip(operands, slots, strict=True):
+            for rows, target in operands:
+                target = target[None, None, None, slot]
                 copy_paged_rows(warp_copy, rows, pages, target, coords, tile * tile_n, keys_left, None)
             return
         sources = [row_tile(rows, tile * tile_n, tile_n) for rows, _ in operands]
-        for source, target in zip(sources, slots, strict=True):
-            copy_rows(warp_copy, thr_load.partition_S(source), target, coords, keys_left)
+        for source, (_, target) in zip(sources, operands, strict=True):
+            source, target = thr_load.partition_S(source), target[None, None, None, slot]
+            copy_rows(warp_copy, source, target, coords, keys_left)
 
     @cute.jit
     def load_queries(self, mQ, sQ, batch, head_kv, group, first_row, rows_left, tidx):
