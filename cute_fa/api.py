@@ -39,9 +39,11 @@ def forward(
     problems. Under torch.compile, torch.export and for fake tensors it is the operator ``torch.ops.cute_fa.forward``.
 
     Args:
-        q: (B, S_q, H, D), fp16 or bf16, last dimension contiguous, any other strides; D is 64 or 128.
-        k, v: (B, S_k, H_kv, D), of the same dtype; H is a multiple of H_kv (each head of k and v serves
-            H / H_kv heads of q).
+        q: (B, S_q, H, D), fp16 or bf16, last dimension contiguous, any other strides; D is a multiple of 8 from 8
+            to 256.
+        k: (B, S_k, H_kv, D), of the same dtype; H is a multiple of H_kv (each head of k and v serves H / H_kv heads
+            of q).
+        v: (B, S_k, H_kv, D_v), of the same dtype; D_v is such a multiple too, mostly D.
         causal: query i sees keys up to i + S_k - S_q: the last query sees the last key.
         softmax_scale: greater than 0 (2**-126 to 2**64); 1 / sqrt(D) when None.
         return_lse: also return the log-sum-exp of the scaled scores.
@@ -52,8 +54,8 @@ def forward(
         sinks: (H,), fp32 or q's dtype: a logit of each head that joins the sum under every row's softmax.
         attn_bias: what broadcasts to (B, H, S_q, S_k), any strides: added to the scores, fp32 or q's dtype, or bool
             with False where a key is hidden. See ``cute_fa.problem.ScoreOptions`` for its corners.
-        out: a tensor that o is written into, of q's shape, dtype and device, with rows at multiples of 16 bytes, and
-            no memory shared with q, k or v.
+        out: a tensor that o is written into, of o's shape, q's dtype and device, with rows at multiples of 16 bytes,
+            and no memory shared with q, k or v.
         backward: None: inputs that require gradients are refused. "sdpa": autograd goes back through PyTorch's
             scaled_dot_product_attention, which computes the attention again; with an argument that changes scores,
             through operators of PyTorch that hold all B H S_q S_k scores, in fp32. lse has no gradient.
@@ -61,7 +63,7 @@ def forward(
         layout: another shared-memory layout for that kernel, by its name in the catalog or as a value.
 
     Returns:
-        o (B, S_q, H, D), dtype and device of q, contiguous, or ``out``; with ``return_lse`` also lse (B, H, S_q),
+        o (B, S_q, H, D_v), dtype and device of q, contiguous, or ``out``; with ``return_lse`` also lse (B, H, S_q),
         fp32, natural logarithm. A query that sees no key has o = 0 and lse = -inf, or its head's sink.
 
     Raises:
@@ -99,7 +101,7 @@ def _run_by_operator(q, k, v, causal, softmax_scale, return_lse, out, backward, 
     if not isinstance(layout, str | None):
         raise TypeError(f"layout must be a name of the catalog or None for an operator, got {type(layout).__name__}")
     if out is not None:
-        check_out(out, q)
+        check_out(out, q, v)
     o, lse = ops.forward(
         q, k, v, problem.causal, softmax_scale, return_lse, kernel, layout, *problem.window_size, options.softcap,
         options.alibi_slopes, options.sinks, options.attn_bias,

@@ -31,7 +31,7 @@ from cute_fa.cache import cache_dir
 from cute_fa.config import KernelConfig
 from cute_fa.device.scores import ScoreArguments
 from cute_fa.ladder import Rung
-from cute_fa.problem import VECTOR, VECTOR_BYTES, StaticProblem
+from cute_fa.problem import SEQUENCE_TENSORS, VECTOR, VECTOR_BYTES, StaticProblem
 
 _CUTE_DTYPES = {
     torch.float16: cutlass.Float16,
@@ -57,7 +57,8 @@ def get_compiled(static: StaticProblem, rung: Rung, config: KernelConfig, arch: 
     """The compiled kernel as a function of (q, k, v, o, lse or None, softmax_scale), on torch tensors.
 
     With score options it takes a ``ScoreArguments`` besides, of torch tensors and numbers. A rung that splits the keys
-    takes (workspace, num_splits); ``launch.get_launch`` supplies them.
+    takes (workspace, num_splits); ``launch.get_launch`` supplies them. For sequences it takes a tuple last:
+    max_seqlen_q and the tensors of ``SEQUENCE_TENSORS``, with None for those not given.
 
     It launches on the current stream of the tensors' device.
     """
@@ -134,33 +135,54 @@ def _compile(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str,
     batch, seqlen_q, seqlen_k, num_heads, num_heads_kv = (cute.sym_int32() for _ in range(5))
     dtype = _CUTE_DTYPES[static.dtype]
 
-    def fake_bshd(seqlen, heads):
+    batch_kv = cute.sym_int32() if static.sequences else batch
+
+    def fake_bshd(batch, seqlen, heads, head_dim):
         strides = tuple(sym(divisibility=VECTOR) for sym in (cute.sym_int64, cute.sym_int32, cute.sym_int64))
-        shape = (batch, seqlen, heads, static.head_dim)
+        shape = (batch, seqlen, heads, head_dim)
         return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=VECTOR_BYTES)
 
-    mQ, mO = fake_bshd(seqlen_q, num_heads), fake_bshd(seqlen_q, num_heads)
-    mK, mV = fake_bshd(seqlen_k, num_heads_kv), fake_bshd(seqlen_k, num_heads_kv)
+    head_dims = (static.head_dim, static.head_dim_v)
+    mQ, mO = (fake_bshd(batch, seqlen_q, num_heads, head_dim) for head_dim in head_dims)
+    mK, mV = (fake_bshd(batch_kv, seqlen_k, num_heads_kv, head_dim) for head_dim in head_dims)
     mLSE = None
     if static.return_lse:
         shape, strides = (batch, num_heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1)
         mLSE = make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
-    entry = kernel = rung.kernel(static.head_dim, static.causal, config)
+    entry = kernel = rung.kernel(static, config)
     extra = ()
     if static.features.options:
-        kernel = rung.kernel(static.head_dim, static.causal, config, static.features)
-        entry, extra = kernel.with_options, (_fake_arguments(static, batch, num_heads, seqlen_q, seqlen_k),)
+        # Members of packed sequences are more than Q's batch.
+        batch_slopes = cute.sym_int32() if static.sequences else batch
+        arguments = _fake_arguments(static, batch, batch_slopes, num_heads, seqlen_q, seqlen_k)
+        entry, extra = kernel.with_options, (arguments,)
     _name(rung.kernel.kernel, kernel_name(rung))
     if rung.splits_keys:
         _name(rung.kernel.combine, combine_name(rung))
         workspace = make_fake_tensor(cutlass.Float32, (cute.sym_int32(),), (1,), assumed_align=VECTOR_BYTES)
         extra = (workspace, cutlass.Int32(1))
+    sequences = {"sequences": _fake_sequences(static)} if static.sequences else {}
     stream = make_fake_stream(use_tvm_ffi_env_stream="tvm-ffi" in options)
     scale = cutlass.Float32(1.0)
-    return cute.compile(entry, mQ, mK, mV, mO, mLSE, scale, *extra, stream, options=f"--gpu-arch {arch} {options}")
+    options = f"--gpu-arch {arch} {options}"
+    return cute.compile(entry, mQ, mK, mV, mO, mLSE, scale, *extra, stream, **sequences, options=options)
 
 
-def _fake_arguments(static: StaticProblem, batch, num_heads, seqlen_q, seqlen_k) -> ScoreArguments:
+def _fake_sequences(static: StaticProblem) -> tuple:
+    """What ``SequenceTensors`` holds, with None for what isn't given."""
+
+    def fake(name):
+        if name not in static.sequences:
+            return None
+        shape, strides = ((cute.sym_int32(), cute.sym_int32()), (cute.sym_int64(), 1))
+        if name != "block_table":
+            shape, strides = shape[:1], (1,)
+        return make_fake_tensor(cutlass.Int32, shape, strides, assumed_align=4)
+
+    return (cutlass.Int32(1), *map(fake, SEQUENCE_TENSORS))
+
+
+def _fake_arguments(static: StaticProblem, batch, batch_slopes, num_heads, seqlen_q, seqlen_k) -> ScoreArguments:
     """Stand-ins for the values of the score options, of the problem's own extents."""
     features = static.features
 
@@ -172,7 +194,7 @@ def _fake_arguments(static: StaticProblem, batch, num_heads, seqlen_q, seqlen_k)
         softcap=cutlass.Float32(1.0) if features.softcap else None,
         window_left=cutlass.Int32(1) if features.window_left else None,
         window_right=cutlass.Int32(1) if features.window_right else None,
-        alibi_slopes=fake(cutlass.Float32, (batch, num_heads), (cute.sym_int64(), cute.sym_int64()))
+        alibi_slopes=fake(cutlass.Float32, (batch_slopes, num_heads), (cute.sym_int64(), cute.sym_int64()))
         if features.alibi
         else None,
         sinks=fake(cutlass.Float32, (num_heads,), (1,)) if features.sinks else None,

@@ -11,13 +11,14 @@ from cute_fa.kernels.sm80_pipelined import Sm80Pipelined
 from cute_fa.kernels.sm80_serial import Sm80Serial
 from cute_fa.kernels.sm80_split_kv import Sm80SplitKV
 from cute_fa.kernels.sm90_warp_specialized import Sm90Overlapped, Sm90WarpSpecialized
-from cute_fa.problem import AttentionProblem
+from cute_fa.problem import GEOMETRY, AttentionProblem, StaticProblem, padded_head_dim
 from layouts import CATALOG, PLAIN, SWIZZLE_333, SmemLayout
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A configuration for some problems: a head dimension, a mask or None for both, a most of queries or None."""
+    """A configuration for some problems: a head dimension (the larger one, rounded up to a multiple of 64), a mask or
+    None for both, a most of queries or None."""
 
     config: KernelConfig | Sm90Config
     head_dim: int
@@ -27,7 +28,7 @@ class Tuned:
     def serves(self, head_dim: int, causal: bool, seqlen_q: int | None) -> bool:
         """Whether it is meant for a problem; ``seqlen_q`` None is one of many queries."""
         many = self.max_seqlen_q is not None and (seqlen_q is None or seqlen_q > self.max_seqlen_q)
-        return head_dim == self.head_dim and self.causal in (None, causal) and not many
+        return padded_head_dim(head_dim) == self.head_dim and self.causal in (None, causal) and not many
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,27 @@ class Rung:
         config = next(served, self.config)
         return config if layout is None else replace(config, layout=layout)
 
+    def lack(self, static: StaticProblem) -> str | None:
+        """What of a problem the kernel has no code for, as an error's text; None if it has all."""
+        if static.head_dim not in self.kernel.head_dims:
+            taken = ", ".join(map(str, self.kernel.head_dims))
+            return f"kernel {self.name!r} takes a head dimension of {taken}, got {static.head_dim}; kernel 'auto' more"
+        for name in static.geometry:
+            if name not in self.kernel.geometry:
+                return f"kernel {self.name!r} does not take {GEOMETRY[name]}; kernel 'auto' does"
+        wanted = static.features.options
+        if wanted - self.kernel.score_options:
+            missing = ", ".join(sorted(wanted - self.kernel.score_options))
+            others = ", ".join(rung.name for rung in LADDER if wanted <= rung.kernel.score_options)
+            return f"kernel must be auto or one that has {missing} ({others}), got {self.name!r}"
+        return None
+
+    def check(self, static: StaticProblem, config: KernelConfig | Sm90Config, arch: str) -> None:
+        """Raises ValueError if the kernel can't compute this, or not with this configuration."""
+        if (lack := self.lack(static)) is not None:
+            raise ValueError(lack)
+        self.kernel.check(static, config, arch)
+
 
 _SERIAL = KernelConfig(tile_m=64, tile_n=64, num_threads=128, ctas_per_sm=3, layout=PLAIN)
 
@@ -87,6 +109,10 @@ _PIPELINED = PipelinedConfig(
 )
 _TALL = replace(_PIPELINED, tile_m=128, q_in_registers=False)
 _LAZY = replace(_TALL, lazy_rescale=True)
+# O of 16 rows a warp is as much as registers hold here. Everything fits the 99 KiB of compute capability 8.6.
+_WIDE = replace(_TALL, num_threads=256, ctas_per_sm=1, num_stages=1)
+_WIDE_TUNED = (Tuned(_WIDE, head_dim=192), Tuned(replace(_WIDE, tile_n=32), head_dim=256))
+_LAZY_TUNED = tuple(replace(tuned, config=replace(tuned.config, lazy_rescale=True)) for tuned in _WIDE_TUNED)
 
 # wgmma exists on compute capability 9.x alone.
 _HOPPER = {"min_arch": (9, 0), "max_arch": (9, 9)}
@@ -118,6 +144,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel3",
         kernel=Sm80Pipelined,
         config=_PIPELINED,
+        tuned=_WIDE_TUNED,
         min_arch=(8, 0),
         changed="Loads run ahead: cp.async brings the next tiles of K and V into a second stage while this one is "
         "computed, masks are applied to the tiles that need them alone, exponentials run between the products. "
@@ -127,6 +154,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel4",
         kernel=Sm80Pipelined,
         config=_TALL,
+        tuned=_WIDE_TUNED,
         min_arch=(8, 0),
         changed="128 query rows a CTA, 32 a warp: every ldmatrix of K and V serves twice as many rows. Half the "
         "wavefronts of K and V, and half of their loads from L2, for each FLOP.",
@@ -135,6 +163,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel5",
         kernel=Sm80Pipelined,
         config=_LAZY,
+        tuned=_LAZY_TUNED,
         min_arch=(8, 0),
         changed="O is rescaled only when a row's maximum has risen enough to multiply its exponentials by 2**8: in "
         "most tiles no shuffle and no multiplication of O. Fewer instructions for each FLOP.",
@@ -143,6 +172,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel6",
         kernel=Sm80Pipelined,
         config=_LAZY,
+        tuned=_LAZY_TUNED,
         preferences=PIPELINED,
         min_arch=(8, 0),
         changed="Tile, stages, CTAs an SM and where Q stays are chosen for head dimension, mask, length and "
@@ -247,29 +277,24 @@ def select(
 ) -> tuple[Rung, KernelConfig]:
     """The rung that serves a problem on an architecture ("sm_80", "sm_90a"), and its configuration.
 
-    "auto" is the highest rung that the architecture runs and that takes the head dimension, the layout and the score
-    options; one made for few queries comes before all others if these are few.
+    "auto" is the highest rung that the architecture runs and that takes the problem (head dimensions, lengths, score
+    options) and the layout; one made for few queries comes before all others if these are few.
 
     Raises:
-        ValueError, TypeError: an unknown kernel or layout, or one that the kernel can't take (of "auto", the
-            lowest one, which takes most).
+        ValueError, TypeError: an unknown kernel or layout, a kernel that can't take the problem, or a layout that the
+            kernel can't take (of "auto", the lowest one that takes the problem).
     """
     layout = None if layout is None else resolve_layout(layout)
-    rungs = [resolve_kernel(kernel, arch)]
+    rungs, static = [resolve_kernel(kernel, arch)], problem.static
     if kernel == "auto":
         rows = problem.seqlen_q * (problem.num_heads // problem.num_heads_kv)
-        rungs = [rung for rung in reversed(LADDER) if rung.runs_on(arch) and rows <= (rung.max_rows or rows)]
+        rungs = [rung for rung in reversed(LADDER) if rung.runs_on(arch) and rung.lack(static) is None]
+        rungs = [rung for rung in rungs if rows <= (rung.max_rows or rows)]
         rungs.sort(key=lambda rung: rung.max_rows is None)
-    wanted = problem.static.features.options
-    able = [rung for rung in rungs if wanted <= rung.kernel.score_options]
-    if not able:
-        missing = ", ".join(sorted(wanted - rungs[0].kernel.score_options))
-        others = ", ".join(rung.name for rung in LADDER if wanted <= rung.kernel.score_options and rung.runs_on(arch))
-        raise ValueError(f"kernel must be auto or one that has {missing} ({others}), got {kernel!r}")
-    for rung in able:
+    for rung in rungs:
         config = choose(rung, problem, arch, layout).config
         try:
-            rung.kernel.check(problem.head_dim, config, arch)
+            rung.check(static, config, arch)
             return rung, config
         except ValueError as error:
             refusal = error

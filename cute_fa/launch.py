@@ -14,11 +14,10 @@ from cute_fa.problem import AttentionProblem, ScoreFeatures, ScoreOptions
 
 
 def get_launch(problem: AttentionProblem, rung: Rung, config: KernelConfig, arch: str) -> Callable:
-    """A function of (q, k, v, o, lse or None, softmax_scale) for tensors of this problem's shapes on its device.
+    """A function of (q, k, v, o, lse or None, softmax_scale), and for sequences their tuple.
 
-    With score options the function takes ``score_arguments`` besides.
-
-    A rung that splits the keys allocates what its splits leave to be merged at each call, on the current stream.
+    It takes tensors of this problem's shapes on its device, and with score options ``score_arguments`` behind the
+    scale. A rung that splits the keys allocates what its splits leave to be merged at each call, on the current stream.
     """
     compiled = get_compiled(problem.static, rung, config, arch)
     if not rung.splits_keys:
@@ -30,19 +29,19 @@ def get_launch(problem: AttentionProblem, rung: Rung, config: KernelConfig, arch
         problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim, num_splits
     )
 
-    def launch(q, k, v, o, lse, softmax_scale):
+    def launch(q, k, v, o, lse, softmax_scale, *sequences):
         workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
-        compiled(q, k, v, o, lse, softmax_scale, workspace, num_splits)
+        compiled(q, k, v, o, lse, softmax_scale, workspace, num_splits, *sequences)
 
     return launch
 
 
-def score_arguments(options: ScoreOptions, features: ScoreFeatures, q: torch.Tensor, k: torch.Tensor) -> ScoreArguments:
+def score_arguments(options: ScoreOptions, features: ScoreFeatures, problem: AttentionProblem) -> ScoreArguments:
     """The values of checked options as a kernel that is compiled with ``features`` takes them, None for what is off.
 
     Tensors are views of the caller's with a stride of 0 where they are broadcast, wherever a kernel can read them so.
     """
-    batch, seqlen_q, num_heads, _ = q.shape
+    batch, num_heads, shape = problem.batch, problem.num_heads, (problem.seqlen_q, problem.seqlen_k)
     left, right = options.window_size
     slopes, sinks, bias = options.alibi_slopes, options.sinks, options.attn_bias
     return ScoreArguments(
@@ -51,7 +50,7 @@ def score_arguments(options: ScoreOptions, features: ScoreFeatures, q: torch.Ten
         window_right=right if features.window_right else None,
         alibi_slopes=None if slopes is None else slopes.detach().expand(batch, num_heads),
         sinks=None if sinks is None else sinks.detach().to(torch.float32).contiguous(),
-        attn_bias=None if bias is None else _bias_rows(bias.detach(), (batch, num_heads, seqlen_q, k.shape[1])),
+        attn_bias=None if bias is None else _bias_rows(bias.detach(), (batch, num_heads, *shape)),
     )
 
 

@@ -31,6 +31,7 @@ class Plan:
     """What a call with certain shapes, strides and options does."""
 
     problem: AttentionProblem
+    o_shape: tuple[int, ...]
     launch: Callable | None  # None: no query, no key or no memory behind the tensors: nothing to launch
     awkward: bool  # whether q, k or v has strides that the kernels can't take
     default_scale: float
@@ -69,7 +70,7 @@ def run(
     plan = _plan_for(q, k, v, causal, return_lse, options, kernel, layout)
     scale = plan.default_scale if softmax_scale is None else plan.problem.softmax_scale(softmax_scale)
     if out is None:
-        o = out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        o = out = q.new_empty(plan.o_shape)
     else:
         o = _writable(plan, out, q, k, v)
     lse = None
@@ -81,8 +82,8 @@ def run(
             lse.copy_(_lse_of_no_key(options))
         return out, lse
     if plan.awkward:
-        q, k, v = (_with_plain_strides(tensor) for tensor in (q, k, v))
-    extra = () if plan.features is None else (score_arguments(options, plan.features, q, k),)
+        q, k, v = (with_plain_strides(tensor) for tensor in (q, k, v))
+    extra = () if plan.features is None else (score_arguments(options, plan.features, plan.problem),)
     if plan.device_index is None or plan.device_index == torch.cuda.current_device():
         plan.launch(q, k, v, o, lse, scale, *extra)
     else:
@@ -105,15 +106,15 @@ def _writable(plan: Plan, out, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
             first, end = out.data_ptr(), out.data_ptr() + known.out_bytes
             inputs = zip((q.data_ptr(), k.data_ptr(), v.data_ptr()), known.input_bytes, strict=True)
             if not first % VECTOR_BYTES and not any(first < start + size and start < end for start, size in inputs):
-                return _with_plain_strides(out) if known.awkward else out
+                return with_plain_strides(out) if known.awkward else out
     except (AttributeError, TypeError, RuntimeError):
         key = None  # no dense tensor; the checks name it
-    check_out(out, q)
+    check_out(out, q, v)
     check_out_memory(out, q, k, v)
     if key is not None:
         sizes = tuple(memory_bytes(tensor) for tensor in (q, k, v))
         plan.outs[key] = _Out(memory_bytes(out), sizes, _is_awkward(out.stride()))
-    return _with_plain_strides(out)
+    return with_plain_strides(out)
 
 
 def _plan_for(q, k, v, causal, return_lse, options, kernel, layout) -> Plan:
@@ -164,7 +165,8 @@ def _make_plan(q, k, v, causal, return_lse, options, kernel, layout) -> Plan:
                 launch = get_launch(problem, rung, config, arch)
     features = problem.static.features
     features = features if features.options else None
-    return Plan(problem, launch, awkward, problem.softmax_scale(None), device.index, features, {})
+    scale = problem.softmax_scale(None)
+    return Plan(problem, problem.o_shape, launch, awkward, scale, device.index, features, {})
 
 
 def _is_awkward(strides: tuple[int, ...]) -> bool:
@@ -172,7 +174,7 @@ def _is_awkward(strides: tuple[int, ...]) -> bool:
     return any(stride % VECTOR for stride in strides[:3]) or strides[1] > MAX_ROW_STRIDE
 
 
-def _with_plain_strides(tensor: torch.Tensor) -> torch.Tensor:
+def with_plain_strides(tensor: torch.Tensor) -> torch.Tensor:
     """The same values with strides that the kernels take: a view if only extents of 1 are in the way."""
     strides = [stride if extent > 1 else VECTOR for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     if _is_awkward(strides):

@@ -10,12 +10,27 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = range(8, 257, 8)
 VECTOR_BYTES = 16
 VECTOR = VECTOR_BYTES // 2  # elements of 16 bits
 MAX_SEQLEN = 2**30  # positions and their sums stay within int32 in the kernels
 MAX_ROW_STRIDE = 2**24  # elements from one position to the next: 128 rows of a tile stay within int32
 MAX_CTAS = 2**31 - 1  # x extent of a grid
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Columns of the tiles in shared memory: what the atoms of 64 columns of the layouts fill."""
+    return -(-head_dim // 64) * 64
+
+
+# Where tensors lie, as not every kernel takes it: a kernel's class names what it takes as its ``geometry``.
+GEOMETRY = {
+    "head_dim_v": "a head dimension of v other than that of q and k",
+    "packed": "packed sequences (cu_seqlens_q, cu_seqlens_k)",
+    "caches": "keys in a cache or in pages (seqused_k, block_table, cache_batch_idx, leftpad_k)",
+}
+# The int32 tensors that say where sequences lie, in the order in which kernels take them.
+SEQUENCE_TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "cache_batch_idx", "leftpad_k")
 
 
 MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-10, 2.0**10  # beyond, fp32 loses too much of softcap tanh(s / softcap)
@@ -69,13 +84,38 @@ NO_FEATURES = ScoreFeatures()
 
 @dataclass(frozen=True)
 class StaticProblem:
-    """The part of a problem that a kernel is compiled for; all else is a run-time value."""
+    """The part of a problem that a kernel is compiled for; all else is a run-time value.
+
+    ``head_dim_v`` is that of v and o; ``head_dim`` when None is given. ``sequences`` are those of ``SEQUENCE_TENSORS``
+    that are given.
+    """
 
     dtype: torch.dtype
     head_dim: int
     causal: bool
     return_lse: bool
     features: ScoreFeatures = NO_FEATURES
+    head_dim_v: int | None = None
+    sequences: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if self.head_dim_v is None:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+
+    @property
+    def widest_head_dim(self) -> int:
+        return max(self.head_dim, self.head_dim_v)
+
+    @property
+    def geometry(self) -> tuple[str, ...]:
+        """What it asks of a kernel besides a batch of equal lengths and head dimensions: keys of ``GEOMETRY``."""
+        packed = {"cu_seqlens_q", "cu_seqlens_k"}
+        asked = {
+            "head_dim_v": self.head_dim_v != self.head_dim,
+            "packed": bool(packed & set(self.sequences)),
+            "caches": bool(set(self.sequences) - packed),
+        }
+        return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +227,7 @@ NO_OPTIONS = ScoreOptions()
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Attention of q (B, S_q, H, D) over k and v (B, S_k, H_kv, D)."""
+    """Attention of q (B, S_q, H, D) over k (B, S_k, H_kv, D) and v (B, S_k, H_kv, D_v)."""
 
     batch: int
     seqlen_q: int
@@ -195,12 +235,14 @@ class AttentionProblem:
     num_heads: int
     num_heads_kv: int
     head_dim: int
+    head_dim_v: int
     dtype: torch.dtype
     device: torch.device
     causal: bool
     return_lse: bool
     window_size: tuple[int, int] = (-1, -1)
     features: ScoreFeatures = NO_FEATURES
+    sequences: tuple[str, ...] = ()
 
     @property
     def static(self) -> StaticProblem:
@@ -211,7 +253,13 @@ class AttentionProblem:
             window_left=left != -1 and left < self.seqlen_k - 1,
             window_right=right != -1 and not self.causal and right < self.seqlen_q - 1,
         )
-        return StaticProblem(self.dtype, self.head_dim, self.causal, self.return_lse, features)
+        return StaticProblem(
+            self.dtype, self.head_dim, self.causal, self.return_lse, features, self.head_dim_v, self.sequences
+        )
+
+    @property
+    def o_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.seqlen_q, self.num_heads, self.head_dim_v
 
     @property
     def lse_shape(self) -> tuple[int, int, int]:
@@ -260,17 +308,18 @@ class AttentionProblem:
 
         batch, seqlen_q, num_heads, head_dim = q.shape
         _, seqlen_k, num_heads_kv, _ = k.shape
-        if head_dim not in HEAD_DIMS:
-            raise ValueError(
-                f"q must have a head dimension (its last) of {_either(HEAD_DIMS)}, got {head_dim}; other multiples "
-                f"of 8 up to 256 are planned, not supported yet"
-            )
+        for name, tensor in (("q", q), ("v", v)):
+            if tensor.shape[3] % 8 or not 8 <= tensor.shape[3] <= 256:  # HEAD_DIMS, for symbols too
+                raise ValueError(
+                    f"{name} must have a head dimension (its last) that is a multiple of 8 from 8 to 256, got "
+                    f"{tensor.shape[3]}"
+                )
         if k.shape[0] != batch:
             raise ValueError(f"k must have the batch size of q ({batch}), got {k.shape[0]} (shape {_shape(k)})")
         if k.shape[3] != head_dim:
             raise ValueError(f"k must have the head dimension of q ({head_dim}), got {k.shape[3]}")
-        if v.shape != k.shape:
-            raise ValueError(f"v must have the shape of k {_shape(k)}, got {_shape(v)}")
+        if v.shape[:3] != k.shape[:3]:
+            raise ValueError(f"v must have the shape of k {_shape(k)}, but for its last dimension, got {_shape(v)}")
         if num_heads == 0 or num_heads_kv == 0:
             raise ValueError(f"q, k and v must have at least one head, got {num_heads} (q) and {num_heads_kv} (k, v)")
         if num_heads % num_heads_kv:
@@ -279,13 +328,13 @@ class AttentionProblem:
             )
         options.check(batch, seqlen_q, seqlen_k, num_heads, q)
         return AttentionProblem(
-            batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, q.dtype, q.device,
+            batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, v.shape[3], q.dtype, q.device,
             causal or options.window_size[1] == 0, return_lse, tuple(options.window_size), options.features,
         )  # fmt: skip
 
     def _check_limits(self) -> None:
         """Extents beyond which positions or offsets leave int32 in a kernel."""
-        row = self.num_heads * self.head_dim
+        row = self.num_heads * self.static.widest_head_dim
         if row > MAX_ROW_STRIDE:
             raise ValueError(f"q must have at most 2**24 elements a position (heads times head dimension), got {row}")
         for name, seqlen in (("q", self.seqlen_q), ("k", self.seqlen_k)):
@@ -362,8 +411,8 @@ def check_no_grad(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def check_out(out, q: torch.Tensor) -> None:
-    """Checks what the caller wants o (B, S_q, H, D) in, against a q that was checked.
+def check_out(out, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Checks what the caller wants o (B, S_q, H, D_v) in, against a q and v that were checked.
 
     Raises:
         TypeError: not a dense tensor, or not of q's dtype.
@@ -375,8 +424,9 @@ def check_out(out, q: torch.Tensor) -> None:
         raise TypeError(f"out must be a dense (strided) tensor, got layout {out.layout}")
     if out.dtype != q.dtype:
         raise TypeError(f"out must have the dtype of q ({q.dtype}), got {out.dtype}")
-    if out.shape != q.shape:
-        raise ValueError(f"out must have the shape of q {_shape(q)}, got {_shape(out)}")
+    wanted = (*q.shape[:3], v.shape[3])
+    if out.shape != wanted:
+        raise ValueError(f"out must have the shape of q and the head dimension of v, {wanted}, got {_shape(out)}")
     if out.device != q.device:
         raise ValueError(f"out must be on the device of q ({q.device}), got a tensor on {out.device}")
     if out.requires_grad:
@@ -448,6 +498,49 @@ def _window_sides(window_size) -> tuple[int, int]:
         if side < -1:
             raise ValueError(f"window_size must hold lengths of 0 or more, or -1 for no bound, got {window_size}")
     return left, right
+
+
+def require_int(name: str, value) -> None:
+    """Raises TypeError unless it is an integer, or a symbol of one, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+
+
+def require_tensor(
+    name: str,
+    value,
+    *,
+    dims: tuple[str, ...] | None = None,
+    like: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int | None, ...] | None = None,
+) -> None:
+    """Checks a tensor in what is given.
+
+    Args:
+        dims: a name for each of its dimensions.
+        like: a tensor on the device that is wanted.
+        shape: the extent of every dimension; None is any.
+
+    Raises:
+        TypeError, ValueError: naming ``name``, what it was and what is allowed.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if dims is not None and value.dim() != len(dims):
+        raise ValueError(
+            f"{name} must have {len(dims)} dimensions ({', '.join(dims)}), got {value.dim()}: shape {_shape(value)}"
+        )
+    if dtype is not None and value.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {value.dtype}")
+    if like is not None and value.device != like.device:
+        raise ValueError(f"{name} must be on the device of q ({like.device}), got a tensor on {value.device}")
+    if shape is not None and (
+        value.dim() != len(shape)
+        or any(wanted is not None and wanted != extent for extent, wanted in zip(value.shape, shape, strict=True))
+    ):
+        wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
+        raise ValueError(f"{name} must have the shape ({wanted}), got {_shape(value)}")
 
 
 def memory_bytes(tensor: torch.Tensor) -> int:

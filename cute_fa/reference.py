@@ -27,19 +27,19 @@ def attention_reference(
     """Attention computed in ``dtype`` from upcast inputs, one head at a time.
 
     Args:
-        q: (B, S_q, H, D); k, v: (B, S_k, H_kv, D).
+        q: (B, S_q, H, D); k: (B, S_k, H_kv, D); v: (B, S_k, H_kv, D_v).
         causal: aligned at the bottom right, as in ``cute_fa.forward``.
         round_probs_to: round the unnormalised probabilities to this type before the product with V, as a
             kernel on tensor cores must; the error of that is what such a kernel can at best attain.
         window_size, softcap, alibi_slopes, sinks, attn_bias: as in ``cute_fa.forward``.
 
     Returns:
-        o (B, S_q, H, D) and lse (B, H, S_q), both in ``dtype``; a row that sees no key has 0 and -inf, or the sink.
+        o (B, S_q, H, D_v) and lse (B, H, S_q), both in ``dtype``; a row that sees no key has 0 and -inf, or the sink.
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
     seqlen_k, group = k.shape[1], num_heads // k.shape[2]
     scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
-    o = torch.empty(q.shape, dtype=dtype, device=q.device)
+    o = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
     lse = torch.empty(batch, num_heads, seqlen_q, dtype=dtype, device=q.device)
     left, right = window_size[0], 0 if causal else window_size[1]
     positions = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
@@ -81,10 +81,12 @@ def attention_reference(
 
 
 def flops(problem: AttentionProblem) -> int:
-    """Floating-point operations by the convention of flash-attn's benchmark: 4 S_q S_k D a head.
+    """Floating-point operations by the convention of flash-attn's benchmark: 4 S_q S_k D a head, or with
+    another head dimension of v 2 S_q S_k (D + D_v).
 
     A causal problem counts half of that, also when S_q != S_k, where the share of scores that the mask leaves is
     another: the number serves to compare times, and is not a count of what a kernel executes.
     """
-    total = 4 * problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * problem.head_dim
+    head_dims = problem.head_dim + problem.head_dim_v
+    total = 2 * problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * head_dims
     return total // 2 if problem.causal else total

@@ -13,7 +13,7 @@ from cute_fa.api import forward
 from cute_fa.arch import arch_of_capability, get_arch
 from cute_fa.compiled import get_compiled
 from cute_fa.ladder import select
-from cute_fa.problem import DTYPES, HEAD_DIMS, AttentionProblem
+from cute_fa.problem import DTYPES, AttentionProblem
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Warmed:
 
 def warmup(
     *,
-    head_dim: int | Collection[int] = HEAD_DIMS,
+    head_dim: int | Collection[int] = (64, 128),
     dtype: torch.dtype | Collection[torch.dtype] = DTYPES,
     causal: bool | Collection[bool] = (False, True),
     return_lse: bool | Collection[bool] = (False, True),
@@ -43,7 +43,8 @@ def warmup(
     one token, so that a CUDA graph can capture it. Batch, lengths, heads and strides are not compiled for.
 
     Args:
-        head_dim, dtype, causal, return_lse: one value or several; all that there are by default.
+        head_dim, dtype, causal, return_lse: one value or several; all that there are by default, of head
+            dimensions the two most common.
         kernel: as in ``cute_fa.forward``.
         device: a CUDA device; the current one when neither this nor ``arch`` is given.
         arch: in place of a device, an architecture ("sm_90a") to compile for, where there may be no GPU.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import torch
+
 from cute_fa.arch import REGISTERS_PER_SM, get_arch, smem_fits
 from cute_fa.config import PipelinedConfig
 from cute_fa.ladder import Rung
+from cute_fa.problem import StaticProblem
 
 # Field of PipelinedConfig -> values, in the order in which they are tried.
 SPACE: dict[str, tuple] = {
@@ -31,14 +34,15 @@ def candidates(rung: Rung, head_dim: int, arch: str) -> list[PipelinedConfig]:
     would treat alike. "Best" is what reads least shared memory for a score.
     """
     found: dict[tuple, PipelinedConfig] = {}
+    static = StaticProblem(torch.bfloat16, head_dim, causal=False, return_lse=False)
     for values in itertools.product(*SPACE.values()):
         config = replace(rung.config, **dict(zip(SPACE, values, strict=True)))
         try:
-            rung.kernel.check(head_dim, config, arch)
+            rung.check(static, config, arch)
         except ValueError:
             continue
         allowed = register_limit(config)
-        fits = smem_fits(get_arch(arch), rung.kernel.smem_bytes(head_dim, config)) >= config.ctas_per_sm
+        fits = smem_fits(get_arch(arch), rung.kernel.smem_bytes(static, config)) >= config.ctas_per_sm
         enough = config.num_threads // 32 * config.ctas_per_sm >= MIN_WARPS
         if fits and enough and least_registers(config, head_dim) <= allowed:
             # The compiler sees the CTAs of an SM only as a limit of registers.

@@ -39,7 +39,7 @@ class Case:
         """The problem as ``cute_fa`` describes it."""
         dtype = DTYPES[self.dtype]
         return AttentionProblem(
-            self.B, self.S_q, self.S_k, self.H, self.H_kv, self.D, dtype, device, self.causal, False
+            self.B, self.S_q, self.S_k, self.H, self.H_kv, self.D, self.D, dtype, device, self.causal, False
         )
 
     def tensors(self, device: str | torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -45,7 +45,12 @@ _TRANSFORMERS = "compat/test_transformers.py"
 FEATURES: tuple[Feature, ...] = (
     Feature("fp16, bf16", "yes", (_MATRIX, "test_forward_gpu.py::test_matches_reference"), ("yes",) * 4),
     Feature("fp8", "refused", ("test_errors.py::test_bad_input_is_refused_by_name",), ("-", "yes", "no", "yes")),
-    Feature("head dimension", "64, 128", (_MATRIX,), ("any", "to 256", "to 256", "-")),
+    Feature(
+        "head dimension",
+        "8 to 256 by 8",
+        ("emulator/test_head_dims.py::test_every_head_dim",),
+        ("any", "to 256", "to 256", "-"),
+    ),
     Feature("grouped heads", "yes", (_MATRIX, f"{_SDPA}::test_like_pytorch"), ("yes",) * 4),
     Feature(
         "causal, last query at last key",
@@ -72,20 +77,28 @@ FEATURES: tuple[Feature, ...] = (
     Feature("log-sum-exp", "yes", (_MATRIX,), ("no", "yes", "yes", "yes")),
     Feature(
         "packed sequences of any lengths",
-        "a launch each",
-        (f"{_VARLEN}::test_each_sequence_is_right", f"{_VARLEN}::test_sequences_do_not_see_one_another"),
+        "yes",
+        (
+            f"{_VARLEN}::test_each_sequence_is_right",
+            f"{_VARLEN}::test_sequences_do_not_see_one_another",
+            f"{_VARLEN}::test_one_launch_for_all_sequences",
+        ),
         ("nested tensors", "yes", "yes", "mask_mod"),
     ),
     Feature(
         "KV cache, appended in place, rotary",
-        "a launch a member",
-        (f"{_KVCACHE}::test_appends_and_attends", f"{_KVCACHE}::test_rotary"),
+        "yes",
+        (
+            f"{_KVCACHE}::test_appends_and_attends",
+            f"{_KVCACHE}::test_rotary",
+            f"{_KVCACHE}::test_one_launch_whatever_the_lengths",
+        ),
         ("no", "-", "yes", "no"),
     ),
     Feature(
         "paged KV cache",
-        "pages are copied",
-        (f"{_KVCACHE}::test_pages_give_the_same_and_are_written", f"{_VARLEN}::test_pages_give_the_same"),
+        "yes",
+        (f"{_KVCACHE}::test_pages_of_any_size_in_any_order", f"{_VARLEN}::test_pages_give_the_same"),
         ("no", "yes", "yes", "-"),
     ),
     Feature(

@@ -69,9 +69,9 @@ def resources_of(static: StaticProblem, rung: Rung, config: KernelConfig, arch: 
     """
     limits = get_arch(arch)
     resolve_kernel(rung.name, arch)
-    rung.kernel.check(static.head_dim, config, arch)
+    rung.check(static, config, arch)
     artifacts = get_artifacts(static, rung, config, arch)
-    smem_bytes = rung.kernel.smem_bytes(static.head_dim, config)
+    smem_bytes = rung.kernel.smem_bytes(static, config)
     usage = cubin_usage(artifacts.cubin)
     ctas = occupancy = None
     if usage is not None:

@@ -12,6 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from cute_fa.emulator import DEFAULT_ARCH
 from cute_fa.ladder import KERNELS, LADDER
+from cute_fa.problem import StaticProblem
 from cute_fa.reference import attention_reference
 from layouts import CATALOG
 
@@ -30,23 +31,25 @@ class Case:
     num_heads_kv: int = 2
     softmax_scale: float | None = None
     magnitude: float = 1.0
+    head_dim_v: int | None = None
 
     def tensors(self, device: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Random normal q, k, v, times ``magnitude``."""
 
-        def draw(seqlen, heads):
-            values = torch.randn(self.batch, seqlen, heads, self.head_dim, generator=generator)
+        def draw(seqlen, heads, head_dim):
+            values = torch.randn(self.batch, seqlen, heads, head_dim, generator=generator)
             return (values * self.magnitude).to(self.dtype).to(device)
 
         return (
-            draw(self.seqlen_q, self.num_heads),
-            draw(self.seqlen_k, self.num_heads_kv),
-            draw(self.seqlen_k, self.num_heads_kv),
+            draw(self.seqlen_q, self.num_heads, self.head_dim),
+            draw(self.seqlen_k, self.num_heads_kv, self.head_dim),
+            draw(self.seqlen_k, self.num_heads_kv, self.head_dim_v or self.head_dim),
         )
 
     def __str__(self):
         parts = [f"{self.seqlen_q}x{self.seqlen_k}", f"d{self.head_dim}", str(self.dtype).removeprefix("torch.")]
         parts += [f"b{self.batch}", f"h{self.num_heads}/{self.num_heads_kv}"]
+        parts += [f"dv{self.head_dim_v}"] if self.head_dim_v is not None else []
         parts += ["causal"] if self.causal else []
         parts += [f"scale{self.softmax_scale}"] if self.softmax_scale is not None else []
         parts += [f"x{self.magnitude:g}"] if self.magnitude != 1.0 else []
@@ -63,7 +66,8 @@ def usable_layouts() -> list[tuple[int, str]]:
     for head_dim in (64, 128):
         for name, layout in CATALOG.items():
             with contextlib.suppress(ValueError):
-                LADDER[0].kernel.check(head_dim, replace(LADDER[0].config, layout=layout), "sm_80")
+                static = StaticProblem(torch.bfloat16, head_dim, False, False)
+                LADDER[0].check(static, replace(LADDER[0].config, layout=layout), "sm_80")
                 found.append((head_dim, name))
     return found
 
@@ -83,7 +87,7 @@ def assert_close(case: Case, q, k, v, o, lse) -> None:
     error = (o - o_ref).abs().max().item()
     worst = torch.unravel_index((o - o_ref).abs().nan_to_num(torch.inf).argmax(), o.shape)
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}, largest at {[int(i) for i in worst]}"
-    assert o.dtype == case.dtype and o.shape == q.shape
+    assert o.dtype == case.dtype and o.shape == o_ref.shape
     assert lse.dtype == torch.float32 and lse.shape == lse_ref.shape
     # At magnitude m the scores grow with m * m, and float32 keeps 24 bits of them.
     torch.testing.assert_close(lse, lse_ref, atol=1e-3 * max(1.0, case.magnitude**2 / 100), rtol=1e-5)
@@ -91,7 +95,7 @@ def assert_close(case: Case, q, k, v, o, lse) -> None:
 
 def _sdpa_flash(case: Case, q, k, v) -> torch.Tensor | None:
     hides_rows = case.causal and case.seqlen_q > case.seqlen_k
-    if not q.is_cuda or hides_rows:
+    if not q.is_cuda or hides_rows or q.shape[3] != v.shape[3]:
         return None
     bias = causal_lower_right(case.seqlen_q, case.seqlen_k) if case.causal else None
     heads_first = (tensor.contiguous().transpose(1, 2) for tensor in (q, k, v))

@@ -14,7 +14,7 @@ from cute_fa.arch import get_arch
 from cute_fa.choices.files import MeasuredChoice, nearest, read_choices, shipped_file, user_file
 from cute_fa.choices.rule import preferred
 from cute_fa.config import KernelConfig
-from cute_fa.problem import AttentionProblem
+from cute_fa.problem import AttentionProblem, StaticProblem, padded_head_dim
 from layouts import SmemLayout
 
 if TYPE_CHECKING:
@@ -42,33 +42,35 @@ def choose(rung: Rung, problem: AttentionProblem, arch: str, layout: SmemLayout 
     architecture; the rule. A measured choice that can't be built is passed over, with a warning unless that is
     due to the caller's layout.
     """
-    preferences = dict(rung.preferences).get(problem.head_dim)
+    static = problem.static
+    head_dim = padded_head_dim(static.widest_head_dim)
+    preferences = dict(rung.preferences).get(head_dim)
     if preferences is None:
-        return Choice(rung.config_for(problem.head_dim, problem.causal, problem.seqlen_q, layout), OWN)
+        return Choice(rung.config_for(head_dim, problem.causal, problem.seqlen_q, layout), OWN)
     for source, path in _files(problem.device, arch):
         choices = read_choices(path)
-        found = nearest(choices, rung.name, arch, problem.head_dim, problem.causal, problem.seqlen_k)
+        found = nearest(choices, rung.name, arch, head_dim, problem.causal, problem.seqlen_k)
         if found is None:
             continue
         config = _with_layout(found.config, layout)
         try:
-            rung.kernel.check(problem.head_dim, config, arch)
+            rung.kernel.check(static, config, arch)
         except ValueError as error:
             if layout is None:
                 warnings.warn(f"cute_fa ignores a choice for {rung.name} in {path}: {error}", stacklevel=2)
             continue
         return Choice(config, source, found)
     preferences = [replace(one, config=_with_layout(one.config, layout)) for one in preferences]
-    buildable = [one for one in preferences if _can_be_built(rung, problem.head_dim, one.config, arch)]
+    buildable = [one for one in preferences if _can_be_built(rung, static, one.config, arch)]
     if not buildable:
         return Choice(preferences[0].config, RULE)  # whose check says why
-    smem_bytes = [rung.kernel.smem_bytes(problem.head_dim, one.config) for one in buildable]
+    smem_bytes = [rung.kernel.smem_bytes(static, one.config) for one in buildable]
     return Choice(preferred(buildable, smem_bytes, get_arch(arch), problem.causal).config, RULE)
 
 
-def _can_be_built(rung: Rung, head_dim: int, config: KernelConfig, arch: str) -> bool:
+def _can_be_built(rung: Rung, static: StaticProblem, config: KernelConfig, arch: str) -> bool:
     try:
-        rung.kernel.check(head_dim, config, arch)
+        rung.kernel.check(static, config, arch)
     except ValueError:
         return False
     return True

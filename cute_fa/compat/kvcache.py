@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_compiling
 
-from cute_fa.compat.arguments import (
-    contiguous_rows,
-    reads_lengths,
-    require_bool,
-    require_dims,
-    require_int,
-    require_tensor,
-    values_on_host,
-)
-from cute_fa.compat.caches import DenseCache, paged_cache
+from cute_fa.api import forward
+from cute_fa.compat.arguments import contiguous_rows, require_bool
 from cute_fa.compat.rotary import rotate
-from cute_fa.problem import VECTOR, AttentionProblem, ScoreOptions
-from cute_fa.varlen import forward_varlen
+from cute_fa.problem import VECTOR, AttentionProblem, ScoreOptions, require_int, require_tensor
+from cute_fa.varlen import check_pages, forward_varlen, is_on_host
 
 
-@reads_lengths
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -43,9 +35,9 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """flash-attn's function of this name, argument by argument (2.8): q attends to a cache, which k and v first join.
 
-    Every member of the batch is a launch of its own, pages are copied together, and the host reads the lengths: the
-    call waits for the device and can't be captured in a CUDA graph, unless cache_seqlens is an int or None and nothing
-    else is a tensor on the GPU. It breaks a graph of torch.compile.
+    One launch of attention, which finds the keys by the lengths and tables on the device. On a GPU no host reads them:
+    the call can be captured in a CUDA graph, and lengths or pages that reach past the cache are cut to it where they
+    are read (where tokens are written they are an error of PyTorch's indexing). On the CPU they are checked.
 
     Args:
         q: (B, S_q, H, D).
@@ -59,76 +51,112 @@ def flash_attn_with_kvcache(
         cache_leftpad: (B,), int32: the first token of the cache that counts; not with a block_table or rotary_cos.
         block_table: (B, max_blocks), int32: the pages of each member, in order.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in ``cute_fa.compat.dense.flash_attn_func``.
-        num_splits: 0 or 1; there is no split of the keys yet.
+        num_splits: 0 or 1.
 
     Returns:
         o (B, S_q, H, D), or (o, lse (B, H, S_q) fp32). A row that sees no key has o = 0 and lse = -inf.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before anything is launched or written, naming the argument.
-        RuntimeError: inside the capture of a CUDA graph, where the host would have to read a tensor.
     """
     for name, flag in (("return_softmax_lse", return_softmax_lse), ("rotary_interleaved", rotary_interleaved)):
         require_bool(name, flag)
     if isinstance(num_splits, bool) or num_splits not in (0, 1):
-        raise NotImplementedError(f"num_splits must be 0 or 1: keys are not split yet, got {num_splits!r}")
+        raise NotImplementedError(f"num_splits must be 0 or 1: the kernel chooses its splits, got {num_splits!r}")
     q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     _check_tensors(q, k_cache, v_cache, k, v, causal, softmax_scale, block_table is not None)
-    batch, seqlen_q, num_heads, head_dim = q.shape
+    batch, seqlen_q = q.shape[:2]
     seqlen_new = 0 if k is None else k.shape[1]
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens must be given with k and v, got None")
-    if block_table is None:
-        capacity = k_cache.shape[1]
-    else:
+    capacity = k_cache.shape[1]
+    if block_table is not None:
         _refuse(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, beside="block_table")
         require_tensor("block_table", block_table, like=q, dtype=torch.int32, shape=(batch, None))
-        capacity = k_cache.shape[1] * block_table.shape[1]
+        capacity *= block_table.shape[1]
+    elif cache_batch_idx is None and k_cache.shape[0] < batch:
+        raise ValueError(f"k_cache must have at least the batch size of q ({batch}), got {k_cache.shape[0]}")
     if seqlen_new > capacity:
         raise ValueError(f"k must have at most {capacity} tokens, what the cache can hold, got {seqlen_new}")
-    before = _per_member(
-        "cache_seqlens", capacity if cache_seqlens is None else cache_seqlens, q, capacity - seqlen_new
-    )
-    after = [length + seqlen_new for length in before]
-    starts = _per_member("cache_leftpad", 0 if cache_leftpad is None else cache_leftpad, q, capacity)
-    for start, end in zip(starts, after, strict=True):
-        if start > end:
-            raise ValueError(f"cache_leftpad must be at most the tokens in the cache ({end}), got {start}")
+    before = capacity if cache_seqlens is None else cache_seqlens
+    known = _check_members("cache_seqlens", before, q, capacity - seqlen_new)
+    longest = capacity if known is None else max(known, default=0) + seqlen_new
+    if cache_batch_idx is not None:
+        _check_members("cache_batch_idx", cache_batch_idx, q, k_cache.shape[0] - 1)
+    if cache_leftpad is not None:
+        starts = _check_members("cache_leftpad", cache_leftpad, q, capacity)
+        for start, length in zip(starts or [], known or [], strict=False):
+            if start > length + seqlen_new:
+                raise ValueError(
+                    f"cache_leftpad must be at most the tokens in the cache ({length + seqlen_new}), got {start}"
+                )
+    if block_table is not None and known is not None and is_on_host(block_table):
+        check_pages(block_table, [length + seqlen_new for length in known], k_cache)
     options = ScoreOptions.of(window_size, softcap, alibi_slopes)
-    options.check(batch, seqlen_q, capacity, num_heads, q)
-    options.check_memory()
-    if block_table is None:
-        cache = DenseCache(k_cache, v_cache, _slots(cache_batch_idx, q, k_cache))
-    else:
-        cache = paged_cache(k_cache, v_cache, block_table, q, after)
+    options.check(batch, seqlen_q, longest, q.shape[2], q)
+    if not is_compiling():
+        options.check_memory()
     if rotary_cos is not None or rotary_sin is not None:
         _refuse(cache_leftpad=cache_leftpad, beside="rotary_cos")
-        _check_rotary(rotary_cos, rotary_sin, q, k, max(before, default=0) + max(seqlen_new, seqlen_q))
-        local = causal or tuple(window_size) != (-1, -1)
-        k = _rotated(k, before, seqlen_new, rotary_cos, rotary_sin, rotary_interleaved)
-        q = _rotated(q, before, seqlen_q if local else 1, rotary_cos, rotary_sin, rotary_interleaved)
+        first = 0 if known is None else max(known, default=0)
+        _check_rotary(rotary_cos, rotary_sin, q, k, first + max(seqlen_new, seqlen_q))
 
+    positions = None
     if k is not None:
-        for i in range(batch):
-            cache.append(i, before[i], k[i], v[i])
-    o, lse = forward_varlen(
-        q.reshape(batch * seqlen_q, num_heads, head_dim),
-        [cache.tokens(i, starts[i], after[i]) for i in range(batch)],
-        [i * seqlen_q for i in range(batch + 1)],
-        causal=causal,
-        softmax_scale=softmax_scale,
-        options=options,
-    )
-    o = o.view(q.shape)
-    return (o, lse.view(num_heads, batch, seqlen_q).transpose(0, 1).contiguous()) if return_softmax_lse else o
+        positions = _as_tensor(before, q).long()[:, None] + torch.arange(seqlen_new, device=q.device)
+    if rotary_cos is not None:
+        k = rotate(k, rotary_cos[positions], rotary_sin[positions], interleaved=rotary_interleaved)
+        at = positions[:, :1]
+        if causal or tuple(window_size) != (-1, -1):
+            at = at + torch.arange(seqlen_q, device=q.device)
+        q = rotate(q, rotary_cos[at], rotary_sin[at], interleaved=rotary_interleaved)
+    if k is not None:
+        place = _places(positions, k_cache, cache_batch_idx, block_table)
+        k_cache[place], v_cache[place] = k, v
+    common = {"causal": causal, "softmax_scale": softmax_scale}
+    if isinstance(before, int) and cache_batch_idx is None and cache_leftpad is None and block_table is None:
+        keys = (cache[:batch, : before + seqlen_new] for cache in (k_cache, v_cache))
+        o, lse = forward(q, *keys, return_lse=True, **common, **vars(options))
+    else:
+        o, lse = forward_varlen(
+            q,
+            k_cache,
+            v_cache,
+            max_seqlen_q=seqlen_q,
+            max_seqlen_k=longest,
+            seqused_k=_as_tensor(before, q) + seqlen_new,
+            block_table=block_table,
+            cache_batch_idx=cache_batch_idx,
+            leftpad_k=cache_leftpad,
+            options=options,
+            **common,
+        )
+    return (o, lse) if return_softmax_lse else o
+
+
+def _as_tensor(lengths: int | torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """A length for each member of the batch, on the device of q."""
+    if isinstance(lengths, torch.Tensor):
+        return lengths
+    return torch.full((q.shape[0],), lengths, dtype=torch.int32, device=q.device)
+
+
+def _places(positions: torch.Tensor, k_cache: torch.Tensor, cache_batch_idx, block_table) -> tuple:
+    """Where tokens at positions (B, S) of each member lie in a cache."""
+    if block_table is None:
+        members = torch.arange(len(positions), device=positions.device)
+        return (members if cache_batch_idx is None else cache_batch_idx.long())[:, None], positions
+    page_size = k_cache.shape[1]
+    return block_table.long().gather(1, positions // page_size), positions % page_size
 
 
 def _check_tensors(q, k_cache, v_cache, k, v, causal, softmax_scale, paged: bool) -> None:
     dims = ("batch", "sequence", "heads", "head_dim")
-    require_dims("q", q, dims)
+    require_tensor("q", q, dims=dims)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        require_dims(name, cache, ("blocks", "page_size", "heads", "head_dim") if paged else dims)
-        require_tensor(name, cache, like=q, dtype=q.dtype, shape=(*k_cache.shape[:2], k_cache.shape[2], q.shape[3]))
+        require_tensor(name, cache, dims=("blocks", "page_size", "heads", "head_dim") if paged else dims)
+        head_dim = q.shape[3] if name == "k_cache" else None
+        require_tensor(name, cache, like=q, dtype=q.dtype, shape=(*k_cache.shape[:3], head_dim))
         if any(stride % VECTOR for stride in cache.stride()[:3]) or cache.stride(3) != 1:
             raise ValueError(
                 f"{name} must have a contiguous last dimension and other strides that are multiples of {VECTOR} "
@@ -136,7 +164,8 @@ def _check_tensors(q, k_cache, v_cache, k, v, causal, softmax_scale, paged: bool
             )
     # One member of each says everything about them but the lengths.
     some = min(1, q.shape[0], k_cache.shape[0])
-    problem = AttentionProblem.from_tensors(q[:some], k_cache[:some], v_cache[:some], causal=causal)
+    describe = AttentionProblem.from_shapes if is_compiling() else AttentionProblem.from_tensors
+    problem = describe(q[:some], k_cache[:some], v_cache[:some], causal=causal)
     problem.softmax_scale(softmax_scale)
     if (k is None) != (v is None):
         missing, given = ("k", "v") if k is None else ("v", "k")
@@ -144,7 +173,7 @@ def _check_tensors(q, k_cache, v_cache, k, v, causal, softmax_scale, paged: bool
     if k is not None:
         shape = (q.shape[0], None, k_cache.shape[2], q.shape[3])
         require_tensor("k", k, like=q, dtype=q.dtype, shape=shape)
-        require_tensor("v", v, like=q, dtype=q.dtype, shape=k.shape)
+        require_tensor("v", v, like=q, dtype=q.dtype, shape=(*k.shape[:3], v_cache.shape[3]))
 
 
 def _refuse(*, beside: str, **arguments) -> None:
@@ -153,27 +182,22 @@ def _refuse(*, beside: str, **arguments) -> None:
             raise NotImplementedError(f"{name} must be None with {beside}, got {type(value).__name__}")
 
 
-def _per_member(name: str, value, q: torch.Tensor, largest: int) -> list[int]:
-    """An integer for each member of the batch, from 0 to ``largest``."""
+def _check_members(name: str, value, q: torch.Tensor, largest: int) -> list[int] | None:
+    """Checks an integer for each member of the batch; returns them, or None if only the device knows them."""
     if isinstance(value, torch.Tensor):
         require_tensor(name, value, like=q, dtype=torch.int32, shape=(q.shape[0],))
-        values = values_on_host(name, value)
+        if not is_on_host(value):
+            return None
+        values = value.tolist()
     else:
+        if name != "cache_seqlens":
+            require_tensor(name, value)
         require_int(name, value)
         values = [value] * q.shape[0]
     for one in values:
         if not 0 <= one <= largest:
             raise ValueError(f"{name} must be from 0 to {largest} for what the cache can hold, got {one}")
     return values
-
-
-def _slots(cache_batch_idx, q: torch.Tensor, k_cache: torch.Tensor) -> list[int]:
-    if cache_batch_idx is None:
-        if k_cache.shape[0] < q.shape[0]:
-            raise ValueError(f"k_cache must have at least the batch size of q ({q.shape[0]}), got {k_cache.shape[0]}")
-        return list(range(q.shape[0]))
-    require_tensor("cache_batch_idx", cache_batch_idx, like=q, dtype=torch.int32, shape=(q.shape[0],))
-    return _per_member("cache_batch_idx", cache_batch_idx, q, k_cache.shape[0] - 1)
 
 
 def _check_rotary(cos, sin, q: torch.Tensor, k, positions: int) -> None:
@@ -190,12 +214,3 @@ def _check_rotary(cos, sin, q: torch.Tensor, k, positions: int) -> None:
                 f"{name} must have a multiple of 8 columns, at most half the head dimension ({q.shape[3] // 2}), got "
                 f"{value.shape[1]}"
             )
-
-
-def _rotated(tokens: torch.Tensor, first: list[int], count: int, cos, sin, interleaved: bool) -> torch.Tensor:
-    """Tokens (B, S, H, D) turned by the angles of positions ``first[i]`` on; of that one alone if ``count`` is 1."""
-    turned = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-    for i, start in enumerate(first):
-        at = slice(start, start + count)
-        turned[i] = rotate(tokens[i], cos[at], sin[at], interleaved=interleaved)
-    return turned

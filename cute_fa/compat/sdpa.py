@@ -6,8 +6,8 @@ import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from cute_fa.api import forward
-from cute_fa.compat.arguments import refuse_dropout, require_bool, require_dims
-from cute_fa.problem import check_bias
+from cute_fa.compat.arguments import refuse_dropout, require_bool
+from cute_fa.problem import check_bias, require_tensor
 
 
 def scaled_dot_product_attention(
@@ -45,7 +45,7 @@ def scaled_dot_product_attention(
     require_bool("is_causal", is_causal)
     require_bool("enable_gqa", enable_gqa)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        require_dims(name, tensor, ("batch", "heads", "sequence", "head_dim"))
+        require_tensor(name, tensor, dims=("batch", "heads", "sequence", "head_dim"))
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"enable_gqa must be True for key to have other heads than query ({query.shape[1]}), got {key.shape[1]}"

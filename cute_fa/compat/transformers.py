@@ -175,11 +175,24 @@ def _padded(q, k, v, valid: torch.Tensor, causal: bool, scale) -> torch.Tensor:
         real = valid[:, valid.shape[1] - seqlen_q :]
     else:
         real = torch.ones(batch, seqlen_q, dtype=torch.bool, device=q.device)
-    bounds_q = [0, *real.sum(1).cumsum(0).tolist()]
-    keys = [(k[i, valid[i]], v[i, valid[i]]) for i in range(batch)]
-    o = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    o[real], _ = forward_varlen(q[real], keys, bounds_q, causal=causal, softmax_scale=scale)
+    o = q.new_zeros(*q.shape[:3], v.shape[3])
+    o[real], _ = forward_varlen(
+        q[real],
+        k[valid],
+        v[valid],
+        max_seqlen_q=seqlen_q,
+        max_seqlen_k=k.shape[1],
+        cu_seqlens_q=_bounds(real),
+        cu_seqlens_k=_bounds(valid),
+        causal=causal,
+        softmax_scale=scale,
+    )
     return o
+
+
+def _bounds(real: torch.Tensor) -> torch.Tensor:
+    """Where each member's tokens begin once those that are False are left out."""
+    return torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).int()
 
 
 def _pattern(

@@ -20,9 +20,19 @@ def store_lse(lse: cute.Tensor, gLSE: cute.Tensor, coords: cute.Tensor, queries_
                 gLSE[coords[r, 0][0]] = lse[r]
 
 
-def store_output(acc_O: cute.Tensor, sO: cute.Tensor, gO: cute.Tensor, tiled_mma, store_copy, tidx, queries_left):
+def store_output(
+    acc_O: cute.Tensor,
+    sO: cute.Tensor,
+    gO: cute.Tensor,
+    tiled_mma,
+    store_copy,
+    tidx,
+    queries_left,
+    num_cols: int | None = None,
+):
     """Rounds O to its type and stores it: registers -> shared memory, two elements a thread and store; then
-    out in 16-byte vectors. The rows of ``sO`` that a warp stores are its own; nobody else may still read them."""
+    out in 16-byte vectors. The rows of ``sO`` that a warp stores are its own; nobody else may still read them.
+    ``num_cols``: the columns that O has, if the tile has more."""
     rO = cute.make_rmem_tensor(acc_O.layout, gO.element_type)
     rO.store(acc_O.load().to(gO.element_type))
     store_accumulator(tiled_mma, rO, sO, tidx)
@@ -31,5 +41,5 @@ def store_output(acc_O: cute.Tensor, sO: cute.Tensor, gO: cute.Tensor, tiled_mma
     tOsO, tOgO = thr_store.partition_S(sO), thr_store.partition_D(gO)
     tOcO = thr_store.partition_S(cute.make_identity_tensor(gO.shape))
     tOrO = cute.make_fragment_like(tOgO, gO.element_type)
-    copy_rows(store_copy, tOsO, tOrO, tOcO, queries_left)
-    copy_rows(store_copy, tOrO, tOgO, tOcO, queries_left)
+    copy_rows(store_copy, tOsO, tOrO, tOcO, queries_left, num_cols)
+    copy_rows(store_copy, tOrO, tOgO, tOcO, queries_left, num_cols)

@@ -56,9 +56,17 @@ def acc_as_operand_a(acc: cute.Tensor, dtype) -> cute.Tensor:
 class SmemOperand:
     """An operand of a product that lies in shared memory: its ldmatrix view and its fragment."""
 
-    def __init__(self, copy_atom: cute.CopyAtom, tiled_mma: cute.TiledMma, which: str, tile: cute.Tensor, tidx):
+    def __init__(
+        self,
+        copy_atom: cute.CopyAtom,
+        tiled_mma: cute.TiledMma,
+        which: str,
+        tile: cute.Tensor,
+        tidx,
+        used: tuple[int, int] | None = None,
+    ):
         """``which`` is "A" (rows x k) or "B" (cols x k); ``tile`` is the shared-memory tensor, with a last
-        mode of stages if there are several."""
+        mode of stages if there are several. ``used``: how much of both modes counts, multiples of 16, if not all."""
         make_tiled_copy = {"A": cute.make_tiled_copy_A, "B": cute.make_tiled_copy_B}[which]
         thr_mma = tiled_mma.get_slice(tidx)
         partition = {"A": thr_mma.partition_A, "B": thr_mma.partition_B}[which]
@@ -67,14 +75,23 @@ class SmemOperand:
         thr_copy = self.tiled_copy.get_slice(tidx)
         self.smem = thr_copy.partition_S(tile)
         self.is_staged = cute.rank(tile) == 3
-        self.fragment = make_fragment(partition(tile[None, None, 0] if self.is_staged else tile))
+        one = tile[None, None, 0] if self.is_staged else tile
+        if used is not None:
+            one = cute.make_tensor(one.iterator, cute.make_layout(used))  # of which only the extents matter
+        self.fragment = make_fragment(partition(one))
         self.fragment_view = thr_copy.retile(self.fragment)
         self.num_k = cute.size(self.fragment, mode=[2])
+        self.is_cut = used is not None
 
     def load(self, k: int, stage=None) -> cute.Tensor:
         """Loads k-slice ``k`` (of a stage) by ldmatrix; returns its fragment."""
         source = self.smem[None, None, k, stage] if self.is_staged else self.smem[None, None, k]
-        cute.copy(self.tiled_copy, source, self.fragment_view[None, None, k])
+        target = self.fragment_view[None, None, k]
+        if self.is_cut:
+            for i in range(cute.size(target, mode=[1])):
+                cute.copy(self.tiled_copy, source[None, i], target[None, i])
+        else:
+            cute.copy(self.tiled_copy, source, target)
         return self.fragment[None, None, k]
 
     def load_all(self):

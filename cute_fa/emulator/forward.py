@@ -19,7 +19,7 @@ from cute_fa.emulator.parse import only_entry
 from cute_fa.emulator.report import EmulationError, EmulationReport
 from cute_fa.ladder import Rung, select
 from cute_fa.launch import score_arguments
-from cute_fa.problem import NO_OPTIONS, AttentionProblem, ScoreOptions, StaticProblem
+from cute_fa.problem import NO_OPTIONS, SEQUENCE_TENSORS, AttentionProblem, ScoreOptions, StaticProblem
 from layouts import SmemLayout
 
 DEFAULT_ARCH = "sm_80"  # the family that the emulator knows: cp.async, ldmatrix, mma.sync
@@ -36,7 +36,7 @@ class EmulationTooLongError(EmulationError):
 
 @dataclass(frozen=True)
 class EmulatedForward:
-    """o (B, S_q, H, D), lse (B, H, S_q) and what the emulator saw."""
+    """o (B, S_q, H, D_v), lse (B, H, S_q) and what the emulator saw."""
 
     o: torch.Tensor
     lse: torch.Tensor
@@ -57,11 +57,11 @@ def emulated_launch(
         UnknownInstructionError: the emulator does not know an instruction of the kernel.
     """
 
-    def launch(q, k, v, o, lse, softmax_scale, arguments=None) -> EmulationReport:
+    def launch(q, k, v, o, lse, softmax_scale, *extra) -> EmulationReport:
         ptx = get_artifacts(static, rung, config, arch).ptx
-        report = run_forward(
-            ptx, rung, config, q, k, v, o, lse, softmax_scale, causal=static.causal, arguments=arguments
-        )
+        arguments, *extra = extra if static.features.options else (None, *extra)
+        (sequences,) = extra if static.sequences else (None,)
+        report = run_forward(ptx, static, rung, config, q, k, v, o, lse, softmax_scale, sequences, arguments)
         report.raise_for_faults()
         return report
 
@@ -100,20 +100,19 @@ def emulate_forward(
     rung, chosen = select(problem, arch, kernel, layout)
     config = config or chosen
     static = problem.static
-    arguments = score_arguments(options, static.features, q, k) if static.features.options else None
+    arguments = score_arguments(options, static.features, problem) if static.features.options else None
     _refuse_hours(rung, config, q.shape, problem.seqlen_k, static.causal, arguments)
-    o = torch.empty(q.shape, dtype=q.dtype)
-    lse = torch.empty(problem.batch, problem.num_heads, problem.seqlen_q)
+    o = torch.empty(problem.o_shape, dtype=q.dtype)
+    lse = torch.empty(problem.lse_shape)
     ptx = get_artifacts(static, rung, config, arch).ptx
     scale = problem.softmax_scale(softmax_scale)
-    report = run_forward(
-        ptx, rung, config, q, k, v, o, lse, scale, causal=static.causal, arguments=arguments, check=check
-    )
+    report = run_forward(ptx, static, rung, config, q, k, v, o, lse, scale, arguments=arguments, check=check)
     return EmulatedForward(o, lse, report)
 
 
 def run_forward(
     ptx: str,
+    static: StaticProblem,
     rung: Rung,
     config: KernelConfig,
     q: torch.Tensor,
@@ -122,17 +121,17 @@ def run_forward(
     o: torch.Tensor,
     lse: torch.Tensor | None,
     softmax_scale: float,
-    *,
-    causal: bool,
+    sequences: tuple | None = None,
     arguments: ScoreArguments | None = None,
+    *,
     check: bool = True,
 ) -> EmulationReport:
     """Executes the PTX of a rung on CPU tensors of the shapes that ``cute_fa.forward`` documents.
 
     Args:
-        ptx: the rung compiled with ``config``; with or without the log-sum-exp as ``lse`` is given or None.
+        ptx: the rung compiled for ``static`` with ``config``.
         o, lse: written in place.
-        causal: what the PTX was compiled with; here it only serves the estimate of the time.
+        sequences: as for the function that ``get_compiled`` returns.
         arguments: the values of the score options that it was compiled with, if any.
         check: as in ``emulate``.
 
@@ -141,8 +140,18 @@ def run_forward(
         EmulationError: see ``emulate``.
     """
     batch, seqlen_q, num_heads, head_dim = q.shape
+    seqlen_k, located = k.shape[1], []
+    if sequences is not None:
+        seqlen_q_given, cu_seqlens_q, cu_seqlens_k, _, block_table, *_ = sequences
+        if cu_seqlens_q is not None:
+            batch, seqlen_q = len(cu_seqlens_q) - 1, seqlen_q_given
+        if block_table is not None:
+            seqlen_k *= block_table.shape[1]
+        elif cu_seqlens_k is not None:
+            seqlen_k = -(-seqlen_k // max(batch, 1))  # on average, for the estimate of the time
+        located = [np.int32(seqlen_q_given), *_sequence_arguments(sequences[1:])]
     num_m_blocks = -(-seqlen_q // config.tile_m)
-    _refuse_hours(rung, config, q.shape, k.shape[1], causal, arguments)
+    _refuse_hours(rung, config, (batch, seqlen_q, num_heads, head_dim), seqlen_k, static.causal, arguments)
     args = [
         TensorArg(
             name,
@@ -161,7 +170,7 @@ def run_forward(
     if rung.splits_keys:
         num_heads_kv = k.shape[2]
         num_ctas = rung.kernel.num_ctas(batch, seqlen_q, num_heads, num_heads_kv)
-        num_splits = rung.kernel.num_splits(config, num_ctas, k.shape[1], EMULATED_SMS)
+        num_splits = rung.kernel.num_splits(config, num_ctas, seqlen_k, EMULATED_SMS)
         num_ctas *= num_splits
         floats = rung.kernel.workspace_floats(batch, seqlen_q, num_heads, head_dim, num_splits)
         workspace = TensorArg("workspace", np.full(floats, np.nan, np.float32), dynamic_shape=(0,))
@@ -170,8 +179,8 @@ def run_forward(
         only_entry(ptx, kernel_name(rung)),
         (num_ctas, 1, 1),
         (config.num_threads, 1, 1),
-        [*args, scale, *_score_args(arguments), *splitting],
-        rung.kernel.smem_bytes(head_dim, config),
+        [*args, scale, *_score_args(arguments), *splitting, *located],
+        rung.kernel.smem_bytes(static, config),
         check=check,
         progress=_Progress(rung.name),
     )
@@ -231,6 +240,15 @@ def _refuse_hours(
             f"{_duration(estimate)} on the CPU; the limit is {_duration(MAX_SECONDS)}. Take shorter sequences, fewer "
             "heads or a smaller batch, or tensors on a GPU"
         )
+
+
+def _sequence_arguments(tensors) -> list[TensorArg]:
+    """The tensors of ``SEQUENCE_TENSORS`` that are given."""
+    return [
+        TensorArg(name, tensor.numpy(), tuple(range(tensor.dim())), ((0, np.int64),) if tensor.dim() > 1 else ())
+        for name, tensor in zip(SEQUENCE_TENSORS, tensors, strict=True)
+        if tensor is not None
+    ]
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -43,39 +43,47 @@ from cute_fa.device.mma import (
 from cute_fa.device.registers import recompute_from, reread_thread_and_cta
 from cute_fa.device.schedule import longest_first
 from cute_fa.device.scores import ScoreArguments, ScoreModifier
+from cute_fa.device.sequences import Member, batch_and_longest, copy_paged_rows
 from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, thread_row_max
-from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, require_warps, tile_bytes
-from cute_fa.problem import NO_FEATURES, SCORE_OPTIONS, VECTOR, ScoreFeatures
+from cute_fa.kernels.tiles import SMEM_ALIGNMENT, HeadDim, require_smem, require_tiles, require_warps, tile_bytes
+from cute_fa.problem import HEAD_DIMS, SCORE_OPTIONS, VECTOR, StaticProblem, padded_head_dim
 from layouts.cute_adapter import to_cute
 
 
 class Sm80Pipelined:
     """The kernel for one static problem and one configuration."""
 
+    head_dims = HEAD_DIMS
+    geometry = frozenset({"head_dim_v", "packed", "caches"})
     score_options = SCORE_OPTIONS  # the arguments of ``ScoreOptions`` that the kernel has
 
     @staticmethod
-    def smem_bytes(head_dim: int, config: PipelinedConfig) -> int:
+    def smem_bytes(static: StaticProblem, config: PipelinedConfig) -> int:
         """Shared memory of a CTA in bytes: Q (later O), and the stages of K and V."""
-        stages = tile_bytes(config, config.tile_n, head_dim, config.num_stages)
-        return tile_bytes(config, config.tile_m, head_dim) + 2 * stages
+        widths = [padded_head_dim(static.head_dim), padded_head_dim(static.head_dim_v)]
+        stages = sum(tile_bytes(config, config.tile_n, width, config.num_stages) for width in widths)
+        return tile_bytes(config, config.tile_m, max(widths)) + stages
 
     @staticmethod
-    def check(head_dim: int, config: PipelinedConfig, arch: str) -> None:
+    def check(static: StaticProblem, config: PipelinedConfig, arch: str) -> None:
         """Raises ValueError if the kernel can't be built with this configuration."""
         require_warps(config)
         if config.num_stages not in (1, 2):
             raise ValueError(f"num_stages must be 1 or 2, got {config.num_stages}")
-        require_tiles(config, head_dim)
-        require_smem(Sm80Pipelined.smem_bytes(head_dim, config), config, head_dim, arch)
+        for head_dim in {static.head_dim, static.head_dim_v}:
+            require_tiles(config, padded_head_dim(head_dim))
+        require_smem(Sm80Pipelined.smem_bytes(static, config), config, static.widest_head_dim, arch)
 
-    def __init__(self, head_dim: int, causal: bool, config: PipelinedConfig, features: ScoreFeatures = NO_FEATURES):
-        self.head_dim = head_dim
-        self.bounded_right = causal or features.window_right
+    def __init__(self, static: StaticProblem, config: PipelinedConfig):
+        self.features = static.features
+        self.bounded_right = static.causal or static.features.window_right
         self.config = config
-        self.features = features
-        self.layout_Q = config.layout.on(config.tile_m, head_dim)
-        self.layout_KV = config.layout.on(config.tile_n, head_dim)
+        self.qk = HeadDim(static.head_dim)
+        self.vo = HeadDim(static.head_dim_v)
+        self.layout_Q = config.layout.on(config.tile_m, self.qk.padded)
+        self.layout_K = config.layout.on(config.tile_n, self.qk.padded)
+        self.layout_V = config.layout.on(config.tile_n, self.vo.padded)
+        self.layout_O = config.layout.on(config.tile_m, self.vo.padded)
 
     @cute.jit
     def __call__(
@@ -87,9 +95,14 @@ class Sm80Pipelined:
         mLSE: cute.Tensor | None,
         softmax_scale: cutlass.Float32,
         stream,
+        sequences: tuple | None = None,
     ):
-        """Launches the kernel: Q, O (B, S_q, H, D); K, V (B, S_k, H_kv, D); LSE (B, H, S_q) or None."""
-        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, None, stream)
+        """Launches the kernel: Q, O (B, S_q, H, D or D_v); K, V (B, S_k, H_kv, D or D_v); LSE (B, H, S_q) or None.
+
+        sequences: the fields of ``SequenceTensors``. Packed queries are a batch of 1 here, as are packed keys; pages
+        take the place of K's and V's batch.
+        """
+        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, None, stream, sequences)
 
     @cute.jit
     def with_options(
@@ -102,16 +115,18 @@ class Sm80Pipelined:
         softmax_scale: cutlass.Float32,
         arguments: ScoreArguments,
         stream,
+        sequences: tuple | None = None,
     ):
         """The same with the values of the score options that it is built with."""
-        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream)
+        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream, sequences)
 
-    def launch(self, mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream):
+    def launch(self, mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream, sequences):
         """Sizes the grid."""
-        batch, seqlen_q, num_heads, _ = mQ.shape
+        batch, seqlen_q = batch_and_longest(mQ, sequences)
+        num_heads = mQ.shape[2]
         # One dimension, since the y and z extents of a grid end at 65535.
         num_ctas = cute.ceil_div(seqlen_q, self.config.tile_m) * num_heads * batch
-        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E, arguments).launch(
+        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E, arguments, sequences).launch(
             grid=(num_ctas, 1, 1),
             block=(self.config.num_threads, 1, 1),
             stream=stream,
@@ -129,35 +144,40 @@ class Sm80Pipelined:
         mLSE: cute.Tensor | None,
         scale_log2: cutlass.Float32,
         arguments: ScoreArguments | None,
+        sequences: tuple | None,
     ):
-        tile_m, tile_n, head_dim = self.config.tile_m, self.config.tile_n, self.head_dim
-        stages = self.config.num_stages
+        tile_m, tile_n, stages = self.config.tile_m, self.config.tile_n, self.config.num_stages
+        qk, vo = self.qk, self.vo
         dtype = mQ.element_type
-        seqlen_q, num_heads = mQ.shape[1], mQ.shape[2]
-        seqlen_k, num_heads_kv = mK.shape[1], mK.shape[2]
+        num_heads, num_heads_kv = mQ.shape[2], mK.shape[2]
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        m_block, head, batch = longest_first(cta, cute.ceil_div(seqlen_q, tile_m), num_heads, mQ.shape[0])
+        batch, max_seqlen_q = batch_and_longest(mQ, sequences)
+        m_block, head, batch = longest_first(cta, cute.ceil_div(max_seqlen_q, tile_m), num_heads, batch)
         head_kv = head // (num_heads // num_heads_kv)
+        member = Member.find(batch, mQ, mK, sequences)
+        seqlen_q, seqlen_k = member.seqlen_q, member.seqlen_k
 
-        # Tiles in global memory: (tile, D).
-        gQ = row_tile(mQ[batch, None, head, None], m_block * tile_m, tile_m)
+        # Tiles in global memory: (tile, padded D).
+        gQ = row_tile(member.queries(mQ, head), m_block * tile_m, tile_m, qk.padded)
 
-        # Tiles in shared memory: Q (tile_m, D), K and V (tile_n, D, stages). O takes the place of Q.
+        # Tiles in shared memory: Q (tile_m, D), K and V (tile_n, D, stages), D padded. O takes the place of Q.
         smem = cutlass.memory.SmemAllocator()
-        sQ = smem.allocate_tensor(dtype, to_cute(self.layout_Q), byte_alignment=SMEM_ALIGNMENT)
-        sK = smem.allocate_tensor(dtype, to_cute(self.layout_KV, stages), byte_alignment=SMEM_ALIGNMENT)
-        sV = smem.allocate_tensor(dtype, to_cute(self.layout_KV, stages), byte_alignment=SMEM_ALIGNMENT)
-        sO = sQ
-        transposed = cute.make_layout((head_dim, tile_n, stages), stride=(tile_n, 1, tile_n * head_dim))
+        place = smem.allocate_tensor(
+            dtype, to_cute(max(self.layout_Q, self.layout_O, key=lambda it: it.cosize)), byte_alignment=SMEM_ALIGNMENT
+        )
+        sQ, sO = (cute.make_tensor(place.iterator, to_cute(layout)) for layout in (self.layout_Q, self.layout_O))
+        sK = smem.allocate_tensor(dtype, to_cute(self.layout_K, stages), byte_alignment=SMEM_ALIGNMENT)
+        sV = smem.allocate_tensor(dtype, to_cute(self.layout_V, stages), byte_alignment=SMEM_ALIGNMENT)
+        transposed = cute.make_layout((vo.padded, tile_n, stages), stride=(tile_n, 1, tile_n * vo.padded))
         sVt = cute.composition(sV, transposed)
 
-        load_copy, store_copy = make_gmem_tiled_copies(dtype, head_dim, self.config.num_threads)
+        load_copy, store_copy = make_gmem_tiled_copies(dtype, qk.padded, self.config.num_threads)
         thr_load = load_copy.get_slice(tidx)
         tiled_mma = make_tiled_mma(dtype, self.config.num_threads // 32)
         thr_mma = tiled_mma.get_slice(tidx)
         ldmatrix, ldmatrix_trans = make_ldmatrix_atom(dtype, False), make_ldmatrix_atom(dtype, True)
-        acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile_m, head_dim)), cutlass.Float32)
+        acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile_m, vo.used)), cutlass.Float32)
         acc_O.fill(0.0)
         cS = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, tile_n))))
         modifier = ScoreModifier.of(
@@ -173,6 +193,10 @@ class Sm80Pipelined:
         if cutlass.const_expr(self.bounded_right):
             num_keys = cutlass.max(0, cutlass.min(seqlen_k, right_edge + tile_m))
             num_keys_unmasked = cutlass.max(0, cutlass.min(seqlen_k, right_edge + 1))
+        if cutlass.const_expr(sequences is not None):
+            # The grid is made for the longest member: of another, tiles may lie behind the last query.
+            num_keys = num_keys if m_block * tile_m < seqlen_q else 0
+            num_keys_unmasked = num_keys_unmasked if m_block * tile_m < seqlen_q else 0
         num_blocks = cute.ceil_div(num_keys, tile_n)
         num_unmasked = num_keys_unmasked // tile_n
         # The walk ends at first_block; the tiles before first_whole are cut by the left edge.
@@ -185,19 +209,29 @@ class Sm80Pipelined:
             first_whole = cutlass.min(num_unmasked, first_whole)
         queries_left = seqlen_q - m_block * tile_m
 
+        gK, gV = member.keys(mK, head_kv), member.keys(mV, head_kv)
         this = SimpleNamespace(  # what the steps of this CTA share
-            mK=mK[batch, None, head_kv, None],
-            mV=mV[batch, None, head_kv, None],
+            dtype=dtype,
+            pages=member.pages,
             load_copy=load_copy,
             thr_load=thr_load,
-            tKsK=thr_load.partition_D(sK),
-            tVsV=thr_load.partition_D(sV),
-            tKcK=thr_load.partition_S(cute.make_identity_tensor((tile_n, head_dim))),
+            K=SimpleNamespace(
+                gmem=gK,
+                smem=thr_load.partition_D(sK),
+                coords=thr_load.partition_S(cute.make_identity_tensor((tile_n, qk.padded))),
+                width=qk,
+            ),
+            V=SimpleNamespace(
+                gmem=gV,
+                smem=thr_load.partition_D(sV),
+                coords=thr_load.partition_S(cute.make_identity_tensor((tile_n, vo.padded))),
+                width=vo,
+            ),
             tiled_mma=tiled_mma,
             thr_mma=thr_mma,
-            tSrQ=SmemOperand(ldmatrix, tiled_mma, "A", sQ, tidx),
-            tSrK=SmemOperand(ldmatrix, tiled_mma, "B", sK, tidx),
-            tOrVt=SmemOperand(ldmatrix_trans, tiled_mma, "B", sVt, tidx),
+            tSrQ=SmemOperand(ldmatrix, tiled_mma, "A", sQ, tidx, qk.used_of(tile_m)),
+            tSrK=SmemOperand(ldmatrix, tiled_mma, "B", sK, tidx, qk.used_of(tile_n)),
+            tOrVt=SmemOperand(ldmatrix_trans, tiled_mma, "B", sVt, tidx, vo.used_of(tile_n, transposed=True)),
             acc_O=acc_O,
             cS=cS,
             softmax=softmax,
@@ -208,13 +242,13 @@ class Sm80Pipelined:
             first_block=first_block,
         )
 
-        tQcQ = thr_load.partition_S(cute.make_identity_tensor((tile_m, head_dim)))
-        copy_rows(load_copy, thr_load.partition_S(gQ), thr_load.partition_D(sQ), tQcQ, queries_left)
+        tQcQ = thr_load.partition_S(cute.make_identity_tensor((tile_m, qk.padded)))
+        copy_rows(load_copy, thr_load.partition_S(gQ), thr_load.partition_D(sQ), tQcQ, queries_left, qk.ragged)
         last = num_blocks - 1
         if last >= 0:
-            self.load_last_tile(this, this.mK, this.tKsK, last)
+            self.load(this, this.K, last, False)
             if cutlass.const_expr(stages == 2):
-                self.load_last_tile(this, this.mV, this.tVsV, last)
+                self.load(this, this.V, last, False)
         cute.arch.cp_async_commit_group()
         if cutlass.const_expr(self.config.q_in_registers):
             cute.arch.cp_async_wait_group(0)
@@ -235,11 +269,11 @@ class Sm80Pipelined:
         if cutlass.const_expr(not self.bounded_right):
             # With a mask ptxas has room to keep the thread's place through the loops; without one it spills it.
             tidx, _ = reread_thread_and_cta()
-        gO = row_tile(mO[batch, None, head, None], m_block * tile_m, tile_m)
+        gO = row_tile(member.queries(mO, head), m_block * tile_m, tile_m, vo.padded)
         if cutlass.const_expr(mLSE is not None):
-            gLSE = cute.domain_offset((m_block * tile_m,), mLSE[batch, head, None])
+            gLSE = cute.domain_offset((m_block * tile_m,), member.statistics(mLSE, head))
             store_lse(lse, gLSE, cS, queries_left)
-        store_output(acc_O, sO, gO, tiled_mma, store_copy, tidx, queries_left)
+        store_output(acc_O, sO, gO, tiled_mma, store_copy, tidx, queries_left, vo.ragged)
 
     @cute.jit
     def step(self, this, n_block, masked: cutlass.Constexpr):
@@ -249,13 +283,10 @@ class Sm80Pipelined:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # this tile is here, and nobody reads the one before any more
         if cutlass.const_expr(stages == 1):
-            if cutlass.const_expr(masked):
-                self.load_last_tile(this, this.mV, this.tVsV, n_block)
-            else:
-                self.load_tile(this, this.mV, this.tVsV, n_block)
+            self.load(this, this.V, n_block, not masked)
         elif n_block > this.first_block:
-            self.load_tile(this, this.mK, this.tKsK, n_block - 1)
-            self.load_tile(this, this.mV, this.tVsV, n_block - 1)
+            self.load(this, this.K, n_block - 1, True)
+            self.load(this, this.V, n_block - 1, True)
         cute.arch.cp_async_commit_group()
 
         acc_S = cute.make_rmem_tensor(
@@ -271,7 +302,7 @@ class Sm80Pipelined:
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()  # V is here, and nobody reads K any more
             if n_block > this.first_block:
-                self.load_tile(this, this.mK, this.tKsK, n_block - 1)
+                self.load(this, this.K, n_block - 1, True)
             cute.arch.cp_async_commit_group()
 
         scores, first_key = acc_as_rows(acc_S), n_block * self.config.tile_n
@@ -293,22 +324,24 @@ class Sm80Pipelined:
         for k in range(this.tOrVt.num_k):
             scores = k_slice(acc_S, k)
             this.softmax.exponentiate(scores)
-            tOrP = acc_as_operand_a(scores, this.mV.element_type)[None, None, 0]
+            tOrP = acc_as_operand_a(scores, this.dtype)[None, None, 0]
             cute.gemm(this.tiled_mma, this.acc_O, tOrP, this.tOrVt.load(k, stage), this.acc_O)
 
-    def load_last_tile(self, this, tensor, tile, n_block):
-        """Starts the loads of a tile that may reach past the last key, with zeros behind it."""
-        keys_left = this.seqlen_k - n_block * self.config.tile_n
-        source, target = self.tile_views(this, tensor, tile, n_block)
-        copy_rows(this.load_copy, source, target, this.tKcK, keys_left)
-
-    def load_tile(self, this, tensor, tile, n_block):
-        """Starts the loads of a tile that is whole."""
-        cute.copy(this.load_copy, *self.tile_views(this, tensor, tile, n_block))
-
-    def tile_views(self, this, tensor, tile, n_block):
-        """A thread's share of a tile of keys, in global memory and in the stage that is its own."""
-        row_stride = cute.assume(recompute_from(tensor.stride[0]), divby=VECTOR)
-        tensor = cute.make_tensor(tensor.iterator, cute.make_layout(tensor.shape, stride=(row_stride, 1)))
-        source = row_tile(tensor, n_block * self.config.tile_n, self.config.tile_n)
-        return this.thr_load.partition_S(source), tile[None, None, None, n_block % self.config.num_stages]
+    def load(self, this, operand, n_block, whole: bool):
+        """Starts the loads of a tile of K or V; one that isn't whole has zeros behind the last key."""
+        if this.pages is not None:
+            first, ragged = n_block * self.config.tile_n, operand.width.ragged
+            target = operand.smem[None, None, None, n_block % self.config.num_stages]
+            place = (operand.gmem, this.pages, target, operand.coords, first, this.seqlen_k - first, ragged)
+            copy_paged_rows(this.load_copy, *place)
+            return
+        keys_left = None if whole else this.seqlen_k - n_block * self.config.tile_n
+        row_stride = cute.assume(recompute_from(operand.gmem.stride[0]), divby=VECTOR)
+        tensor = cute.make_tensor(operand.gmem.iterator, cute.make_layout(operand.gmem.shape, stride=(row_stride, 1)))
+        tile = row_tile(tensor, n_block * self.config.tile_n, self.config.tile_n, operand.width.padded)
+        source = this.thr_load.partition_S(tile)
+        target = operand.smem[None, None, None, n_block % self.config.num_stages]
+        if whole and operand.width.ragged is None:
+            cute.copy(this.load_copy, source, target)
+        else:
+            copy_rows(this.load_copy, source, target, operand.coords, keys_left, operand.width.ragged)

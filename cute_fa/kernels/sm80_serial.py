@@ -34,29 +34,33 @@ from cute_fa.device.mma import (
 )
 from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, thread_row_max
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, require_warps, tile_bytes
+from cute_fa.problem import StaticProblem
 from layouts.cute_adapter import to_cute
 
 
 class Sm80Serial:
     """The kernel for one static problem and one configuration."""
 
+    head_dims = (64, 128)
+    geometry: frozenset[str] = frozenset()
     score_options: frozenset[str] = frozenset()
 
     @staticmethod
-    def smem_bytes(head_dim: int, config: KernelConfig) -> int:
+    def smem_bytes(static: StaticProblem, config: KernelConfig) -> int:
         """Shared memory of a CTA in bytes: Q (later O), K and V."""
+        head_dim = static.head_dim
         return tile_bytes(config, config.tile_m, head_dim) + 2 * tile_bytes(config, config.tile_n, head_dim)
 
     @staticmethod
-    def check(head_dim: int, config: KernelConfig, arch: str) -> None:
+    def check(static: StaticProblem, config: KernelConfig, arch: str) -> None:
         """Raises ValueError if the kernel can't be built with this configuration."""
         require_warps(config)
-        require_tiles(config, head_dim)
-        require_smem(Sm80Serial.smem_bytes(head_dim, config), config, head_dim, arch)
+        require_tiles(config, static.head_dim)
+        require_smem(Sm80Serial.smem_bytes(static, config), config, static.head_dim, arch)
 
-    def __init__(self, head_dim: int, causal: bool, config: KernelConfig):
-        self.head_dim = head_dim
-        self.causal = causal
+    def __init__(self, static: StaticProblem, config: KernelConfig):
+        head_dim = self.head_dim = static.head_dim
+        self.causal = static.causal
         self.config = config
         self.layout_Q = config.layout.on(config.tile_m, head_dim)
         self.layout_KV = config.layout.on(config.tile_n, head_dim)

@@ -18,11 +18,13 @@ A second kernel merges the splits: o = sum_i 2^(lse_i - lse) o_i (Flash-Decoding
 
 from __future__ import annotations
 
+import functools
+
 import cutlass
 import cutlass.cute as cute
 
 from cute_fa.config import SplitConfig
-from cute_fa.device.copies import COPY_BITS, copy_rows, make_gmem_tiled_copies, row_tile
+from cute_fa.device.copies import copy_rows, gmem_vector, make_gmem_tiled_copies, row_tile
 from cute_fa.device.mask import key_limits, mask_scores, rows_of
 from cute_fa.device.mma import (
     SmemOperand,
@@ -32,22 +34,16 @@ from cute_fa.device.mma import (
     make_ldmatrix_atom,
     make_tiled_mma,
 )
+from cute_fa.device.sequences import Member, copy_paged_rows
 from cute_fa.device.softmax import LN_2, LOG2_E, NO_KEY, OnlineSoftmax, quad_reduce, thread_row_max
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, require_smem, require_tiles, tile_bytes
+from cute_fa.problem import StaticProblem
 from layouts.cute_adapter import to_cute
 
 WARP = 32
 ROWS = 16  # of a tile of queries: one m16n8k16 high
 MERGE_PAD = 8  # floats behind each row of the warps' O: 8-byte stores of a quarter-warp then meet all banks
 MIN_TILES = 2  # of keys for each warp of a split
-
-
-def gmem_vector(tensor: cute.Tensor, offset, size: int) -> cute.Tensor:
-    """``size`` contiguous elements at an offset (in elements, 64 bits), told to be aligned as vectors are."""
-    address = (tensor.iterator + offset).toint()
-    align = min(COPY_BITS // 8, size * tensor.element_type.width // 8)
-    pointer = cute.make_ptr(tensor.element_type, address, tensor.iterator.memspace, assumed_align=align)
-    return cute.make_tensor(pointer, cute.make_layout(size))
 
 
 def vector_copy(src: cute.Tensor, dst: cute.Tensor):
@@ -60,21 +56,22 @@ def vector_copy(src: cute.Tensor, dst: cute.Tensor):
 class Sm80SplitKV:
     """The kernels for one static problem and one configuration."""
 
+    COMBINE_THREADS = 128
+    head_dims = (64, 128)
+    geometry = frozenset({"caches"})
     score_options: frozenset[str] = frozenset()
 
-    COMBINE_THREADS = 128
-
     @staticmethod
-    def smem_bytes(head_dim: int, config: SplitConfig) -> int:
+    def smem_bytes(static: StaticProblem, config: SplitConfig) -> int:
         """Shared memory of a CTA in bytes: the warps' rings, where their O are merged later; Q; maxima and sums."""
-        num_warps = config.num_threads // WARP
+        head_dim, num_warps = static.head_dim, config.num_threads // WARP
         rings = 2 * tile_bytes(config, config.tile_n, head_dim, config.num_stages * num_warps)
         merged = num_warps * ROWS * (head_dim + MERGE_PAD) * 4
         statistics = 2 * num_warps * ROWS * 4
         return max(rings, merged) + tile_bytes(config, ROWS, head_dim) + statistics
 
     @staticmethod
-    def check(head_dim: int, config: SplitConfig, arch: str) -> None:
+    def check(static: StaticProblem, config: SplitConfig, arch: str) -> None:
         """Raises ValueError if the kernel can't be built with this configuration."""
         if not isinstance(config, SplitConfig):
             raise ValueError(f"config must be a SplitConfig, got {type(config).__name__}")
@@ -84,8 +81,8 @@ class Sm80SplitKV:
             raise ValueError(f"tile_n must be a multiple of 16, got {config.tile_n}")
         if config.num_stages < 2:
             raise ValueError(f"num_stages must be at least 2, got {config.num_stages}")
-        require_tiles(config, head_dim)
-        require_smem(Sm80SplitKV.smem_bytes(head_dim, config), config, head_dim, arch)
+        require_tiles(config, static.head_dim)
+        require_smem(Sm80SplitKV.smem_bytes(static, config), config, static.head_dim, arch)
 
     @staticmethod
     def num_ctas(batch: int, seqlen_q: int, num_heads: int, num_heads_kv: int) -> int:
@@ -124,9 +121,9 @@ class Sm80SplitKV:
         """Shared memory of a CTA of the second kernel."""
         return Sm80SplitKV.COMBINE_THREADS // (head_dim // 4) * head_dim * 4
 
-    def __init__(self, head_dim: int, causal: bool, config: SplitConfig):
-        self.head_dim = head_dim
-        self.causal = causal
+    def __init__(self, static: StaticProblem, config: SplitConfig):
+        head_dim = self.head_dim = static.head_dim
+        self.causal = static.causal
         self.config = config
         self.num_warps = config.num_threads // WARP
         self.layout_Q = config.layout.on(ROWS, head_dim)
@@ -144,15 +141,17 @@ class Sm80SplitKV:
         workspace: cute.Tensor,
         num_splits: cutlass.Int32,
         stream,
+        sequences: tuple | None = None,
     ):
         """Launches the kernels: Q, O (B, S_q, H, D); K, V (B, S_k, H_kv, D); LSE (B, H, S_q) or None.
 
         workspace: with several splits, num_splits * B * H * S_q * (D + 1) floats.
+        sequences: the fields of ``SequenceTensors``; queries are not packed.
         """
         batch, seqlen_q, num_heads, _ = mQ.shape
         num_heads_kv = mK.shape[2]
         num_m_blocks = cute.ceil_div(seqlen_q * (num_heads // num_heads_kv), ROWS)
-        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E, workspace, num_splits).launch(
+        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E, workspace, num_splits, sequences).launch(
             grid=(num_m_blocks * num_splits * num_heads_kv * batch, 1, 1),
             block=(self.config.num_threads, 1, 1),
             stream=stream,
@@ -175,11 +174,12 @@ class Sm80SplitKV:
         scale_log2: cutlass.Float32,
         workspace: cute.Tensor,
         num_splits: cutlass.Int32,
+        sequences: tuple | None,
     ):
         tile_n, head_dim, stages, num_warps = self.config.tile_n, self.head_dim, self.config.num_stages, self.num_warps
         dtype = mQ.element_type
         num_rows_all, seqlen_q, num_heads = mQ.shape[0] * mQ.shape[1] * mQ.shape[2], mQ.shape[1], mQ.shape[2]
-        seqlen_k, num_heads_kv = mK.shape[1], mK.shape[2]
+        num_heads_kv = mK.shape[2]
         group = num_heads // num_heads_kv
         tidx, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
@@ -190,6 +190,8 @@ class Sm80SplitKV:
         head_kv = cta // num_m_blocks // num_splits % num_heads_kv
         batch = cta // num_m_blocks // num_splits // num_heads_kv
         rows_left = seqlen_q * group - first_row
+        member = Member.find(batch, mQ, mK, sequences)
+        seqlen_k = member.seqlen_k
 
         # Shared memory: Q (16, D), and for each warp num_stages tiles of K and of V (tile_n, D).
         smem = cutlass.memory.SmemAllocator()
@@ -218,7 +220,11 @@ class Sm80SplitKV:
         thr_load = warp_copy.get_slice(lane)
         tKsK, tVsV = thr_load.partition_D(sK), thr_load.partition_D(sV)
         tKcK = thr_load.partition_S(cute.make_identity_tensor((tile_n, head_dim)))
-        mK, mV = mK[batch, None, head_kv, None], mV[batch, None, head_kv, None]
+        mK, mV = member.keys(mK, head_kv), member.keys(mV, head_kv)
+
+        load_tiles = functools.partial(
+            self.load_tiles, warp_copy, thr_load, member.pages, ((mK, tKsK), (mV, tVsV)), tKcK
+        )
 
         # This split's tiles are [first_tile, end_tile); this warp takes every num_warps-th of them.
         num_tiles = cute.ceil_div(seqlen_k, tile_n)
@@ -231,10 +237,7 @@ class Sm80SplitKV:
         for ahead in cutlass.range_constexpr(stages - 1):
             tile = first_tile + ahead * num_warps
             keys_left = cutlass.min(seqlen_k, end_tile * tile_n) - tile * tile_n
-            source_K, source_V = row_tile(mK, tile * tile_n, tile_n), row_tile(mV, tile * tile_n, tile_n)
-            slot = ahead * num_warps + warp
-            copy_rows(warp_copy, thr_load.partition_S(source_K), tKsK[None, None, None, slot], tKcK, keys_left)
-            copy_rows(warp_copy, thr_load.partition_S(source_V), tVsV[None, None, None, slot], tKcK, keys_left)
+            load_tiles(tile, ahead * num_warps + warp, keys_left)
             cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(stages - 1)
         cute.arch.sync_threads()
@@ -251,10 +254,7 @@ class Sm80SplitKV:
             cute.arch.sync_warp()  # this tile is here, and no lane reads the one before any more
             later = tile + (stages - 1) * num_warps
             keys_left = cutlass.min(seqlen_k, end_tile * tile_n) - later * tile_n
-            source_K, source_V = row_tile(mK, later * tile_n, tile_n), row_tile(mV, later * tile_n, tile_n)
-            slot = (step + stages - 1) % stages * num_warps + warp
-            copy_rows(warp_copy, thr_load.partition_S(source_K), tKsK[None, None, None, slot], tKcK, keys_left)
-            copy_rows(warp_copy, thr_load.partition_S(source_V), tVsV[None, None, None, slot], tKcK, keys_left)
+            load_tiles(later, (step + stages - 1) % stages * num_warps + warp, keys_left)
             cute.arch.cp_async_commit_group()
 
             slot = step % stages * num_warps + warp
@@ -313,6 +313,19 @@ class Sm80SplitKV:
                 sO[rows[r], cO[r, c][1], warp] = output[r, c]
         cute.arch.sync_threads()
         self.store_rows(mO, sO, workspace, num_splits, split, batch, head_kv, group, first_row, rows_left, tidx)
+
+    def load_tiles(self, warp_copy, thr_load, pages, operands, coords, tile, slot, keys_left):
+        """Starts this warp's loads of a tile of K and of V into a slot of its ring, zeros behind the last key."""
+        tile_n = self.config.tile_n
+        if pages is not None:
+            for rows, target in operands:
+                target = target[None, None, None, slot]
+                copy_paged_rows(warp_copy, rows, pages, target, coords, tile * tile_n, keys_left, None)
+            return
+        sources = [row_tile(rows, tile * tile_n, tile_n) for rows, _ in operands]
+        for source, (_, target) in zip(sources, operands, strict=True):
+            source, target = thr_load.partition_S(source), target[None, None, None, slot]
+            copy_rows(warp_copy, source, target, coords, keys_left)
 
     @cute.jit
     def load_queries(self, mQ, sQ, batch, head_kv, group, first_row, rows_left, tidx):

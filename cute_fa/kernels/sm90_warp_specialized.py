@@ -45,6 +45,7 @@ from cute_fa.device.mask import key_limits, mask_scores, rows_of
 from cute_fa.device.softmax import LOG2_E
 from cute_fa.device.tile_schedule import TileSchedule
 from cute_fa.device.tma_ring import TmaRing
+from cute_fa.problem import StaticProblem
 from layouts.checks import require_hardware_layout
 from layouts.cute_adapter import to_hardware_swizzle
 from layouts.smem_layout import TileLayout
@@ -130,11 +131,14 @@ class Consumer:
 class Sm90WarpSpecialized:
     """The kernel for one static problem and one configuration."""
 
+    head_dims = (64, 128, 256)
+    geometry: frozenset[str] = frozenset()
     score_options: frozenset[str] = frozenset()
 
     @classmethod
-    def smem_bytes(cls, head_dim: int, config: Sm90Config) -> int:
+    def smem_bytes(cls, static: StaticProblem, config: Sm90Config) -> int:
         """Shared memory of a CTA in bytes: Q, K, V, O and mbarriers."""
+        head_dim = static.head_dim
         num_consumers = config.tile_m // wgmma.ROWS
         buffers_Q = num_consumers * cls._buffers_Q(head_dim, config)
         tiles = num_consumers * cls._tiles_Q_and_O(head_dim, config) * wgmma.ROWS
@@ -152,8 +156,9 @@ class Sm90WarpSpecialized:
         return 1
 
     @classmethod
-    def check(cls, head_dim: int, config: Sm90Config, arch: str) -> None:
+    def check(cls, static: StaticProblem, config: Sm90Config, arch: str) -> None:
         """Raises ValueError if the kernel can't be built with this configuration."""
+        head_dim = static.head_dim
         num_consumers = config.tile_m // wgmma.ROWS
         if config.tile_m % wgmma.ROWS or num_consumers not in REGISTERS:
             raise ValueError(f"tile_m must be 64, 128 or 192 (64 rows a consumer warpgroup), got {config.tile_m}")
@@ -161,20 +166,18 @@ class Sm90WarpSpecialized:
             raise ValueError(f"tile_n must be a multiple of 16 from 16 to {MAX_TMA_ROWS}, got {config.tile_n}")
         if config.num_stages < 1:
             raise ValueError(f"num_stages must be at least 1, got {config.num_stages}")
-        if head_dim % 16 or not 16 <= head_dim <= 256:
-            raise ValueError(f"head_dim must be a multiple of 16 from 16 to 256, got {head_dim}")
         for rows in {wgmma.ROWS, config.tile_n}:
             require_hardware_layout(config.layout.on(rows, head_dim))
-        needed, limit = cls.smem_bytes(head_dim, config), get_arch(arch).smem_per_cta
+        needed, limit = cls.smem_bytes(static, config), get_arch(arch).smem_per_cta
         if needed > limit:
             raise ValueError(
                 f"tiles of {config.tile_m} and {config.tile_n} rows in {config.num_stages} stages take {needed} bytes "
                 f"of shared memory at head dimension {head_dim}; {arch} allows {limit}"
             )
 
-    def __init__(self, head_dim: int, causal: bool, config: Sm90Config):
-        self.head_dim = head_dim
-        self.causal = causal
+    def __init__(self, static: StaticProblem, config: Sm90Config):
+        head_dim = self.head_dim = static.head_dim
+        self.causal = static.causal
         self.config = config
         self.num_consumers = config.tile_m // wgmma.ROWS
         self.buffers_Q = self._buffers_Q(head_dim, config)

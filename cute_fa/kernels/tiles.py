@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from cute_fa.arch import get_arch
 from cute_fa.config import KernelConfig
+from cute_fa.problem import padded_head_dim
 from layouts.checks import require_foldable_swizzle, require_vectors
 
 SMEM_ALIGNMENT = 1024  # bytes; each buffer starts at bank 0
+
+
+@dataclass(frozen=True)
+class HeadDim:
+    """A head dimension, and how the tiles have it that may be wider.
+
+    Tiles in shared memory have ``padded`` columns, as layouts' atoms need them; products compute ``used`` ones, in
+    steps of mma.sync. Zeros are loaded behind the last element, and nothing of what lies there is stored.
+    """
+
+    size: int
+
+    @property
+    def padded(self) -> int:
+        return padded_head_dim(self.size)
+
+    @property
+    def used(self) -> int:
+        return -(-self.size // 16) * 16
+
+    def used_of(self, rows: int, transposed: bool = False) -> tuple[int, int] | None:
+        """What products read of a tile of so many rows, if that isn't all: (rows, columns), or the other way."""
+        if self.used == self.padded:
+            return None
+        return (self.used, rows) if transposed else (rows, self.used)
+
+    @property
+    def ragged(self) -> int | None:
+        """``size`` if a tile has columns behind it."""
+        return None if self.size == self.padded else self.size
 
 
 def tile_bytes(config: KernelConfig, rows: int, head_dim: int, stages: int = 1) -> int:

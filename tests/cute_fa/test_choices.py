@@ -24,10 +24,11 @@ from cute_fa.choices.files import (
 from cute_fa.choices.lookup import CARD, OWN, RULE, SHIPPED
 from cute_fa.choices.rule import preferred
 from cute_fa.ladder import KERNELS, LADDER, select
-from cute_fa.problem import HEAD_DIMS, AttentionProblem, StaticProblem
+from cute_fa.problem import AttentionProblem, StaticProblem
 from layouts import PADDED_8, PLAIN, SWIZZLE_333, SmemLayout
 from perf.resources import NO_CUOBJDUMP, find_cuobjdump, resources_of
 
+HEAD_DIMS = (64, 128)  # those that preferences are for
 CHOSEN = [rung for rung in LADDER if rung.preferences]
 RUNG = CHOSEN[0]
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
@@ -35,7 +36,7 @@ needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason=NO_CUOBJDU
 
 
 def problem(head_dim: int = 128, causal: bool = False, seqlen: int = 1024, device: str = "cpu") -> AttentionProblem:
-    shape = (1, seqlen, seqlen, 2, 2, head_dim)
+    shape = (1, seqlen, seqlen, 2, 2, head_dim, head_dim)
     return AttentionProblem(*shape, torch.bfloat16, torch.device(device), causal, False)
 
 
@@ -141,7 +142,7 @@ def test_a_layout_that_the_measured_choice_has_no_room_for_goes_by_the_rule(file
     assert choose(RUNG, problem(), "sm_80").source == SHIPPED
     choice = choose(RUNG, problem(), "sm_80", PADDED_8)
     assert choice.source == RULE and choice.config.layout == PADDED_8
-    RUNG.kernel.check(128, choice.config, "sm_80")
+    RUNG.check(problem().static, choice.config, "sm_80")
 
 
 def test_a_layout_is_used_where_its_rows_fit(files):
@@ -217,8 +218,9 @@ def test_the_first_preference_that_has_room_and_does_not_spill():
 def test_the_rule_s_choice_fits_as_often_as_it_says(arch, head_dim, causal, files):
     choice = choose(RUNG, problem(head_dim, causal), arch)
     assert choice.source == RULE
-    RUNG.kernel.check(head_dim, choice.config, arch)
-    smem_bytes = RUNG.kernel.smem_bytes(head_dim, choice.config)
+    static = problem(head_dim, causal).static
+    RUNG.check(static, choice.config, arch)
+    smem_bytes = RUNG.kernel.smem_bytes(static, choice.config)
     assert smem_fits(get_arch(arch), smem_bytes) >= choice.config.ctas_per_sm == 2
     assert choice.config.layout == SWIZZLE_333 and choice.config.lazy_rescale
 
@@ -254,7 +256,7 @@ def test_shipped_choices_are_of_this_ladder_and_compile_without_spills():
     for arch in ARCHS:
         for choice in read_choices(shipped_file(arch)):
             assert choice.arch == arch and KERNELS[choice.rung].preferences
-            KERNELS[choice.rung].kernel.check(choice.head_dim, choice.config, arch)
+            KERNELS[choice.rung].check(problem(choice.head_dim, choice.causal).static, choice.config, arch)
             assert stack_bytes(choice.config, arch, choice.head_dim, choice.causal) == 0, choice
             assert math.isfinite(choice.measurement.tflops) and choice.measurement.device
 

@@ -52,7 +52,11 @@ def test_no_keys_zero_the_callers_tensor():
     [
         (lambda q, k: [q], TypeError, r"out must be a torch\.Tensor or None, got list"),
         (lambda q, k: q.float(), TypeError, r"out must have the dtype of q \(torch\.bfloat16\), got torch\.float32"),
-        (lambda q, k: q[:, :5].clone(), ValueError, r"out must have the shape of q \(2, 70, 2, 64\), got \(2, 5, 2"),
+        (
+            lambda q, k: q[:, :5].clone(),
+            ValueError,
+            r"out must have the shape of q .*, \(2, 70, 2, 64\), got \(2, 5, 2",
+        ),
         (lambda q, k: q.to("meta"), ValueError, r"out must be on the device of q \(.*\), got a tensor on meta"),
         (lambda q, k: q, ValueError, r"out must not share memory with q"),
         (lambda q, k: k.as_strided(q.shape, q.stride()), ValueError, r"out must not share memory with k"),

@@ -212,13 +212,14 @@ def problem(seqlen=500, device="cpu", causal=False, **options):
 @pytest.mark.parametrize("seqlen", [3, 500])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
 def test_auto_is_the_highest_rung_that_has_them(arch, seqlen):
-    assert select(problem(seqlen, softcap=2.0), arch)[0].name == "kernel5"
+    assert select(problem(seqlen, softcap=2.0), arch)[0].name == "kernel6"
     assert select(problem(seqlen, window_size=(seqlen, seqlen)), arch)[0] is select(problem(seqlen), arch)[0]
 
 
 @pytest.mark.parametrize("rung", [rung for rung in LADDER if rung.kernel is not Sm80Pipelined], ids=lambda r: r.name)
 def test_a_rung_without_them_is_refused_by_name(rung):
-    match = rf"kernel must be auto or one that has sinks, softcap \(kernel3, kernel4, kernel5\), got '{rung.name}'"
+    others = r"\(kernel3, kernel4, kernel5, kernel6\)"
+    match = rf"kernel must be auto or one that has sinks, softcap {others}, got '{rung.name}'"
     with pytest.raises(ValueError, match=match):
         select(problem(softcap=2.0, sinks=torch.zeros(2)), "sm_90a", rung.name)
 

@@ -80,7 +80,7 @@ def test_problems_have_their_own_tiles():
 def test_refusals(name, changes, match):
     rung = KERNELS[name]
     with pytest.raises(ValueError, match=match):
-        rung.kernel.check(128, replace(rung.config, **changes), "sm_90a")
+        rung.kernel.check(StaticProblem(torch.bfloat16, 128, False, False), replace(rung.config, **changes), "sm_90a")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

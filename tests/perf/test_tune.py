@@ -14,6 +14,7 @@ from cute_fa.arch import get_arch, smem_fits
 from cute_fa.choices.files import loads, read_choices
 from cute_fa.choices.lookup import RULE, SHIPPED
 from cute_fa.ladder import LADDER
+from cute_fa.problem import StaticProblem
 from perf import choice_table, output, results, tune
 from perf.__main__ import main
 from perf.candidates import MIN_WARPS, SPACE, candidates, least_registers, reads_per_score, register_limit
@@ -37,9 +38,10 @@ def test_candidates_fit_and_differ(arch, head_dim):
     found = candidates(RUNG, head_dim, arch)
     assert 10 < len(found) < math.prod(len(values) for values in SPACE.values())
     assert len({str(config) for config in found}) == len(found)  # records tell them apart by their text
+    static = StaticProblem(torch.bfloat16, head_dim, causal=False, return_lse=False)
     for config in found:
-        RUNG.kernel.check(head_dim, config, arch)
-        assert smem_fits(get_arch(arch), RUNG.kernel.smem_bytes(head_dim, config)) >= config.ctas_per_sm
+        RUNG.check(static, config, arch)
+        assert smem_fits(get_arch(arch), RUNG.kernel.smem_bytes(static, config)) >= config.ctas_per_sm
         assert config.num_threads // 32 * config.ctas_per_sm >= MIN_WARPS
         assert least_registers(config, head_dim) <= register_limit(config) <= 255
         assert config.layout == RUNG.config.layout and config.lazy_rescale == RUNG.config.lazy_rescale

@@ -35,7 +35,7 @@ def assert_matches(q, k, v, o, lse, **options) -> None:
     eps = torch.finfo(q.dtype).eps
     # P is rounded once to the inputs' type, and o once: each half a unit, of sums of |P v| <= max |v|.
     allowed = 2 * eps * max(1.0, v.float().abs().max().item() if v.numel() else 0.0)
-    assert o.shape == q.shape and o.dtype == q.dtype
+    assert o.shape == (*q.shape[:2], v.shape[2]) and o.dtype == q.dtype
     assert (o.float() - expected).abs().max().item() <= allowed if o.numel() else True
     if lse is not None:
         torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-5)

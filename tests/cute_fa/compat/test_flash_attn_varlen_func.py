@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_pages_give_the_same(generator):
 )
 def test_misuse_is_refused_by_name_before_a_launch(change, exception, match, generator, monkeypatch):
     launches = []
-    monkeypatch.setattr("cute_fa.varlen.forward", lambda *args, **options: launches.append(args))
+    monkeypatch.setattr("cute_fa.varlen.emulated_launch", lambda *args: lambda *call: launches.append(call))
     names = ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
     arguments = dict(zip(names, packed([(9, 9), (5, 3)], generator), strict=True))
     for name, wrong in change.items():
@@ -142,14 +143,50 @@ def test_misuse_is_refused_by_name_before_a_launch(change, exception, match, gen
     assert not launches
 
 
-def test_compiled_it_breaks_the_graph_and_says_why(generator):
+def test_compiles_without_breaks_for_any_lengths(generator):
     torch._dynamo.reset()
-    arguments = packed(LENGTHS, generator)
 
     def call(q, *others):
         return cute_fa.flash_attn_varlen_func(q * 2, *others, causal=True) + 1
 
-    assert torch.equal(torch.compile(call, backend="eager")(*arguments), call(*arguments))
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="cute_fa: the host reads the lengths of sequences"):
-        torch.compile(call, backend="eager", fullgraph=True)(*arguments)
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
+    for lengths in (LENGTHS, [(30, 40), (1, 90), (0, 5)]):
+        arguments = packed(lengths, generator)
+        assert torch.equal(compiled(*arguments), call(*arguments))
+
+
+def test_the_operator_is_one_of_pytorchs(generator):
+    q, k, v, cu_q, cu_k, max_q, max_k = packed([(9, 20), (3, 3)], generator)
+    arguments = (q, k, v, cu_q, cu_k, None, None, None, None, max_q, max_k, True, None, "auto")
+    torch.library.opcheck(torch.ops.cute_fa.forward_varlen.default, arguments)
+
+
+def test_one_launch_for_all_sequences(generator, monkeypatch):
+    from cute_fa.emulator import emulated_launch
+
+    launches = []
+
+    def counting(*args):
+        launch = emulated_launch(*args)
+        return lambda *call: launches.append(call) or launch(*call)
+
+    monkeypatch.setattr("cute_fa.varlen.emulated_launch", counting)
+    arguments = packed([(17, 33), (0, 4), (66, 0), (5, 80)], generator)
+    cute_fa.flash_attn_varlen_func(*arguments, causal=True)
+    assert len(launches) == 1
+
+
+def test_grouped_heads_and_head_dims(generator):
+    lengths, (heads, heads_kv, head_dim, head_dim_v) = [(70, 90), (0, 7), (3, 0), (20, 130)], (6, 2, 72, 40)
+    totals = [sum(column) for column in zip(*lengths, strict=True)]
+    q = torch.randn(totals[0], heads, head_dim, generator=generator).half()
+    k, v = (torch.randn(totals[1], heads_kv, d, generator=generator).half() for d in (head_dim, head_dim_v))
+    bounds = [
+        torch.tensor([0, *itertools.accumulate(column)], dtype=torch.int32) for column in zip(*lengths, strict=True)
+    ]
+    o, lse, _ = cute_fa.flash_attn_varlen_func(q, k, v, *bounds, 70, 130, causal=True, return_attn_probs=True)
+    assert o.shape == (totals[0], heads, head_dim_v)
+    for (start, end), (first, last) in zip(itertools.pairwise(bounds[0]), itertools.pairwise(bounds[1]), strict=True):
+        if end > start:
+            at = slice(start, end), slice(first, last)
+            assert_matches(q[at[0]], k[at[1]], v[at[1]], o[at[0]], lse[:, at[0]], causal=True)

@@ -157,6 +157,86 @@ def test_rotary(call, interleaved, causal, width):
     assert_right(call, o, lse, (call["k_cache"], expected[1]), q=q)
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 24, 64, 100])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (80, 128)])
+def test_pages_of_any_size_in_any_order(page_size, head_dim, head_dim_v, generator):
+    lengths, seqlen_q = [130, 1, 0, 77], 2
+    per_row = -(-max(lengths) // page_size)
+    num_blocks = 4 * per_row + 3
+    table = torch.randperm(num_blocks, generator=generator)[: 4 * per_row].view(4, per_row).int()
+    caches, tokens = [], []
+    for width in (head_dim, head_dim_v):
+        cache = torch.full((num_blocks, page_size, HEADS_KV, width), torch.nan, dtype=torch.bfloat16)
+        rows = [draw(generator, length, HEADS_KV, width) for length in lengths]
+        for i, of_member in enumerate(rows):
+            at = torch.arange(len(of_member))
+            cache[table[i].long()[at // page_size], at % page_size] = of_member
+        caches.append(cache)
+        tokens.append(rows)
+    q = draw(generator, 4, seqlen_q, HEADS, head_dim)
+    used = torch.tensor(lengths, dtype=torch.int32)
+    options = {"cache_seqlens": used, "block_table": table, "causal": True}
+    o, lse = cute_fa.flash_attn_with_kvcache(q, *caches, **options, return_softmax_lse=True)
+    for i in range(4):
+        assert_matches(q[i], tokens[0][i], tokens[1][i], o[i], lse[i], causal=True)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_splits_that_some_members_do_not_reach(paged, generator):
+    """Decoding from a long cache: the number of splits is the longest member's."""
+    lengths, capacity = [1500, 0, 3, 700], 1536
+    caches = [draw(generator, 4, capacity, HEADS_KV, HEAD_DIM) for _ in range(2)]
+    for cache in caches:
+        for i, length in enumerate(lengths):
+            cache[i, length:] = torch.nan
+    q, used = draw(generator, 4, 1, HEADS, HEAD_DIM), torch.tensor(lengths, dtype=torch.int32)
+    table, given = None, caches
+    if paged:
+        table = torch.randperm(4 * 16, generator=generator).view(4, 16).int()
+        given = [torch.empty(64, 96, HEADS_KV, HEAD_DIM, dtype=torch.bfloat16) for _ in caches]
+        for pages, cache in zip(given, caches, strict=True):
+            pages[table.long()] = cache.view(4, 16, 96, HEADS_KV, HEAD_DIM)
+    options = {"cache_seqlens": used, "block_table": table}
+    o, lse = cute_fa.flash_attn_with_kvcache(q, *given, **options, return_softmax_lse=True)
+    for i, length in enumerate(lengths):
+        assert_matches(q[i], caches[0][i, :length], caches[1][i, :length], o[i], lse[i])
+
+
+def test_one_launch_whatever_the_lengths(call, monkeypatch):
+    from cute_fa.emulator import emulated_launch
+
+    launches = []
+
+    def counting(*args):
+        launch = emulated_launch(*args)
+        return lambda *arguments: launches.append(arguments) or launch(*arguments)
+
+    monkeypatch.setattr("cute_fa.varlen.emulated_launch", counting)
+    monkeypatch.setattr("cute_fa.plan.emulated_launch", counting)
+    monkeypatch.setattr("cute_fa.varlen._plans", {})
+    monkeypatch.setattr("cute_fa.plan._plans", {})
+    cute_fa.flash_attn_with_kvcache(**call)
+    assert len(launches) == 1
+    cute_fa.flash_attn_with_kvcache(call["q"], call["k_cache"], call["v_cache"], cache_seqlens=50)
+    assert len(launches) == 2
+
+
+def test_compiles_without_breaks(call):
+    torch._dynamo.reset()
+
+    def decode(q, k_cache, v_cache, k, v, seqlens):
+        o = cute_fa.flash_attn_with_kvcache(q * 2, k_cache, v_cache, k, v, cache_seqlens=seqlens, causal=True)
+        return o + 1
+
+    names = ("q", "k_cache", "v_cache", "k", "v", "cache_seqlens")
+    copies = [call[name].clone() for name in names]
+    expected = decode(*copies)
+    assert torch.equal(
+        torch.compile(decode, backend="eager", fullgraph=True)(*(call[name] for name in names)), expected
+    )
+    assert torch.equal(call["k_cache"], copies[1])
+
+
 def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
@@ -166,7 +246,7 @@ def ints(*values):
     [
         ({"q": lambda a: a[0]}, ValueError, r"q must have 4 dimensions .*got 3"),
         ({"q": lambda a: a.float()}, TypeError, r"k_cache must be torch\.float32, got torch\.bfloat16|q must be torch"),
-        ({"v_cache": lambda a: a[:, :-1]}, ValueError, r"v_cache must have the shape \(4, 96, 2, 64\), got \(4, 95"),
+        ({"v_cache": lambda a: a[:, :-1]}, ValueError, r"v_cache must have the shape \(4, 96, 2, any\), got \(4, 95"),
         ({"k": lambda a: None}, ValueError, r"k must be given with v, got None"),
         ({"v": lambda a: a[:, :1]}, ValueError, r"v must have the shape \(3, 3, 2, 64\)"),
         ({"k": lambda a: a[:2]}, ValueError, r"k must have the shape \(3, any, 2, 64\), got \(2, 3"),

@@ -191,12 +191,15 @@ def test_progress_is_written_after_some_seconds(monkeypatch, capsys, generator):
 
 def test_a_grid_of_nothing():
     rung = KERNELS["kernel2"]
-    ptx = get_artifacts(StaticProblem(BF16, 64, False, True), rung, rung.config, "sm_80").ptx
+    static = StaticProblem(BF16, 64, False, True)
+    ptx = get_artifacts(static, rung, rung.config, "sm_80").ptx
     empty = [
         TensorArg("t", np.zeros((0, 0, 0, 64), np.int16), (0, 1, 2), ((0, np.int64), (1, np.int32), (2, np.int64)))
     ] * 4
     lse = TensorArg("lse", np.zeros((0, 0, 0), np.float32), (0, 1, 2), ((0, np.int64), (1, np.int64)))
-    report = emulate(ptx, (0, 1, 1), (128, 1, 1), [*empty, lse, np.float32(1)], rung.kernel.smem_bytes(64, rung.config))
+    report = emulate(
+        ptx, (0, 1, 1), (128, 1, 1), [*empty, lse, np.float32(1)], rung.kernel.smem_bytes(static, rung.config)
+    )
     assert report.num_ctas == 0 and not report.faults and not report.wavefronts
 
 

@@ -22,9 +22,12 @@ NO_KEYS = Case(200, 60, 64, causal=True)  # its first CTAs see no key
 WAIT, BARRIER, COMMIT = r"cp\.async\.wait_group\s+\d+;", r"bar\.sync\s+0;", r"cp\.async\.commit_group;"
 
 
+def static_of(case: Case) -> StaticProblem:
+    return StaticProblem(case.dtype, case.head_dim, case.causal, return_lse=True)
+
+
 def compiled(case: Case, config: KernelConfig = RUNG.config) -> str:
-    static = StaticProblem(case.dtype, case.head_dim, case.causal, return_lse=True)
-    return get_artifacts(static, RUNG, config, "sm_80").ptx
+    return get_artifacts(static_of(case), RUNG, config, "sm_80").ptx
 
 
 def execute(ptx: str, case: Case, generator, config: KernelConfig = RUNG.config) -> tuple[EmulationReport, bool]:
@@ -32,7 +35,7 @@ def execute(ptx: str, case: Case, generator, config: KernelConfig = RUNG.config)
     q, k, v = case.tensors("cpu", generator)
     o, lse = torch.empty_like(q), torch.empty(case.batch, case.num_heads, case.seqlen_q)
     scale = case.head_dim**-0.5
-    report = run_forward(ptx, RUNG, config, q, k, v, o, lse, scale, causal=case.causal)
+    report = run_forward(ptx, static_of(case), RUNG, config, q, k, v, o, lse, scale)
     try:
         assert_close(case, q, k, v, o, lse)
     except AssertionError:
