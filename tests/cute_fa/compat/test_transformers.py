@@ -150,7 +150,7 @@ def test_an_encoder_with_padding():
     ],
 )  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(family, changes, inputs, match):
-    with pytest.raises((ValueError, NotImplementedError), match=match):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=match):
         logits(build(family, **changes), "cute_fa", tokens_of(1, 23), **inputs)
 
 
