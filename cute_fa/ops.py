@@ -23,19 +23,24 @@ _library = torch.library.Library("cute_fa", "DEF")
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
 
-def _forward(q, k, v, causal, softmax_scale, return_lse, kernel, layout, left, right, softcap, slopes, sinks, bias):
-    options = ScoreOptions.of((left, right), softcap, slopes, sinks, bias)
+# The dispatcher leaves out trailing arguments that are the schema's defaults.
+def _forward(q, k, v, causal, softmax_scale, return_lse, kernel, layout, *options):
+    options = _score_options(*options)
     o, lse = run(q, k, v, causal, softmax_scale, return_lse, None, options, kernel, layout)
     return o, _no_lse(q) if lse is None else lse
 
 
-def _fake_forward(q, k, v, causal, _scale, return_lse, _kernel, _layout, left, right, softcap, slopes, sinks, bias):
-    options = ScoreOptions.of((left, right), softcap, slopes, sinks, bias)
+def _fake_forward(q, k, v, causal, _softmax_scale, return_lse, _kernel, _layout, *options):
+    options = _score_options(*options)
     problem = AttentionProblem.from_shapes(q, k, v, causal=causal, return_lse=return_lse, options=options)
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not return_lse:
         return o, _no_lse(q)
     return o, q.new_empty(problem.lse_shape, dtype=torch.float32)
+
+
+def _score_options(left=-1, right=-1, softcap=0.0, slopes=None, sinks=None, bias=None) -> ScoreOptions:
+    return ScoreOptions.of((left, right), softcap, slopes, sinks, bias)
 
 
 def _no_lse(q: torch.Tensor) -> torch.Tensor:
