@@ -48,7 +48,7 @@ def test_causal_biases(bias, seqlen_q, seqlen_k, generator):
     assert_like_pytorch(tensors, attn_mask=mask)
 
 
-@pytest.mark.parametrize("shape", [(70, 90), (90,), (1, 70, 1), (2, 1, 1, 90), (2, 4, 70, 90), (1, 4, 1, 1)])
+@pytest.mark.parametrize("shape", [(70, 90), (1, 90), (1, 70, 1), (2, 1, 1, 90), (2, 4, 70, 90), (1, 4, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
 def test_masks(shape, dtype, generator):
     tensors = heads_first(70, 90, generator, heads=4, heads_kv=2)
