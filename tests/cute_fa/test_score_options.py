@@ -212,7 +212,7 @@ def problem(seqlen=500, device="cpu", causal=False, **options):
 @pytest.mark.parametrize("seqlen", [3, 500])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
 def test_auto_is_the_highest_rung_that_has_them(arch, seqlen):
-    assert select(problem(seqlen, softcap=2.0), arch)[0].name == "kernel5"
+    assert select(problem(seqlen, softcap=2.0), arch)[0].name == "kernel6"
     assert select(problem(seqlen, window_size=(seqlen, seqlen)), arch)[0] is select(problem(seqlen), arch)[0]
 
 
