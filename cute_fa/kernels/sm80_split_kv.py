@@ -18,6 +18,8 @@ A second kernel merges the splits: o = sum_i 2^(lse_i - lse) o_i (Flash-Decoding
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import cutlass
 import cutlass.cute as cute
 
@@ -216,26 +218,26 @@ class Sm80SplitKV:
         softmax = OnlineSoftmax.start(cute.size(cS, mode=[0]), scale_log2)
         warp_copy, _ = make_gmem_tiled_copies(dtype, head_dim, WARP)
         thr_load = warp_copy.get_slice(lane)
-        tKsK, tVsV = thr_load.partition_D(sK), thr_load.partition_D(sV)
-        tKcK = thr_load.partition_S(cute.make_identity_tensor((tile_n, head_dim)))
-        mK, mV = mK[batch, None, head_kv, None], mV[batch, None, head_kv, None]
+        ring = SimpleNamespace(  # what brings this warp's tiles to shared memory
+            copy=warp_copy,
+            thr_load=thr_load,
+            tensors=(mK[batch, None, head_kv, None], mV[batch, None, head_kv, None]),
+            tiles=(thr_load.partition_D(sK), thr_load.partition_D(sV)),
+            rows=thr_load.partition_S(cute.make_identity_tensor((tile_n, head_dim))),
+        )
 
         # This split's tiles are [first_tile, end_tile); this warp takes every num_warps-th of them.
         num_tiles = cute.ceil_div(seqlen_k, tile_n)
         tiles_of_split = cute.ceil_div(num_tiles, num_splits)
         first_tile = split * tiles_of_split + warp
         end_tile = cutlass.min(num_tiles, (split + 1) * tiles_of_split)
+        end_key = cutlass.min(seqlen_k, end_tile * tile_n)
 
         self.load_queries(mQ, sQ, batch, head_kv, group, first_row, rows_left, tidx)
         cute.arch.cp_async_commit_group()
         for ahead in cutlass.range_constexpr(stages - 1):
-            tile = first_tile + ahead * num_warps
-            keys_left = cutlass.min(seqlen_k, end_tile * tile_n) - tile * tile_n
-            source_K, source_V = row_tile(mK, tile * tile_n, tile_n), row_tile(mV, tile * tile_n, tile_n)
             slot = ahead * num_warps + warp
-            copy_rows(warp_copy, thr_load.partition_S(source_K), tKsK[None, None, None, slot], tKcK, keys_left)
-            copy_rows(warp_copy, thr_load.partition_S(source_V), tVsV[None, None, None, slot], tKcK, keys_left)
-            cute.arch.cp_async_commit_group()
+            self.load_tile(ring, first_tile + ahead * num_warps, slot, end_key)
         cute.arch.cp_async_wait_group(stages - 1)
         cute.arch.sync_threads()
         tSrQ.load_all()
@@ -249,13 +251,8 @@ class Sm80SplitKV:
             tile = first_tile + step * num_warps
             cute.arch.cp_async_wait_group(stages - 2)
             cute.arch.sync_warp()  # this tile is here, and no lane reads the one before any more
-            later = tile + (stages - 1) * num_warps
-            keys_left = cutlass.min(seqlen_k, end_tile * tile_n) - later * tile_n
-            source_K, source_V = row_tile(mK, later * tile_n, tile_n), row_tile(mV, later * tile_n, tile_n)
             slot = (step + stages - 1) % stages * num_warps + warp
-            copy_rows(warp_copy, thr_load.partition_S(source_K), tKsK[None, None, None, slot], tKcK, keys_left)
-            copy_rows(warp_copy, thr_load.partition_S(source_V), tVsV[None, None, None, slot], tKcK, keys_left)
-            cute.arch.cp_async_commit_group()
+            self.load_tile(ring, tile + (stages - 1) * num_warps, slot, end_key)
 
             slot = step % stages * num_warps + warp
             acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((ROWS, tile_n)), cutlass.Float32)
@@ -313,6 +310,14 @@ class Sm80SplitKV:
                 sO[rows[r], cO[r, c][1], warp] = output[r, c]
         cute.arch.sync_threads()
         self.store_rows(mO, sO, workspace, num_splits, split, batch, head_kv, group, first_row, rows_left, tidx)
+
+    def load_tile(self, ring, tile, slot, end_key):
+        """Starts the loads of a tile of K and of V into a slot of the ring, zeros from ``end_key`` on."""
+        tile_n = self.config.tile_n
+        for tensor, slots in zip(ring.tensors, ring.tiles, strict=True):
+            source = ring.thr_load.partition_S(row_tile(tensor, tile * tile_n, tile_n))
+            copy_rows(ring.copy, source, slots[None, None, None, slot], ring.rows, end_key - tile * tile_n)
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def load_queries(self, mQ, sQ, batch, head_kv, group, first_row, rows_left, tidx):
