@@ -18,7 +18,7 @@ perf: $(VENV)/ready
 test: $(VENV)/ready
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
-	$(bin)/python -m pytest
+	$(bin)/python -m pytest -n auto
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(if $(has_torch),--system-site-packages) $(VENV)

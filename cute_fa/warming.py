@@ -15,12 +15,17 @@ from cute_fa.compiled import get_compiled
 from cute_fa.ladder import select
 from cute_fa.problem import DTYPES, AttentionProblem
 
+# Lengths whose kernels are made ready: one query, which decodes, and those that choices are measured at, since a rung
+# and its tiles depend on the length.
+LENGTHS = (1, 512, 2048, 8192)
+
 
 @dataclass(frozen=True)
 class Warmed:
     """A kernel that is ready: what it serves, and the seconds until it was (little if the disk cache had it)."""
 
     kernel: str
+    config: str
     arch: str
     dtype: torch.dtype
     head_dim: int
@@ -39,8 +44,9 @@ def warmup(
     device: torch.device | str | int | None = None,
     arch: str | None = None,
 ) -> list[Warmed]:
-    """Makes every combination ready: compiled, in the disk cache, and with a device also loaded there and run once on
-    one token, so that a CUDA graph can capture it. Batch, lengths, heads and strides are not compiled for.
+    """Makes every combination ready: compiled, in the disk cache, and with a device also loaded there and run once, so
+    that a CUDA graph can capture it. Kernels are compiled for no batch, heads or strides; which kernel and which tiles
+    serve a call depends on its lengths, so those of one query and of 512 to 8192 are all made ready.
 
     Args:
         head_dim, dtype, causal, return_lse: one value or several; all that there are by default, of head
@@ -50,7 +56,7 @@ def warmup(
         arch: in place of a device, an architecture ("sm_90a") to compile for, where there may be no GPU.
 
     Returns:
-        What is ready now, one entry a combination.
+        What is ready now, one entry a combination and kernel or tile that some length gets.
 
     Raises:
         TypeError, ValueError: an argument that ``cute_fa.forward`` refuses, or no device to warm up.
@@ -63,16 +69,22 @@ def warmup(
     get_arch(arch)
     warmed = []
     for choice in itertools.product(*map(_as_tuple, (dtype, head_dim, causal, return_lse))):
-        start = time.perf_counter()
         a_dtype, a_head_dim, is_causal, with_lse = choice
-        token = torch.zeros(1, 1, 1, a_head_dim, dtype=a_dtype, device="meta" if device is None else device)
-        problem = AttentionProblem.from_tensors(token, token, token, causal=is_causal, return_lse=with_lse)
-        rung, config = select(problem, arch, kernel)
-        if device is None:
-            get_compiled(problem.static, rung, config, arch)
-        else:
-            forward(token, token, token, causal=is_causal, return_lse=with_lse, kernel=kernel)
-        warmed.append(Warmed(rung.name, arch, *choice, time.perf_counter() - start))
+        seen = set()
+        for length in LENGTHS:
+            start = time.perf_counter()
+            shape = (1, length, 1, a_head_dim)
+            q = torch.zeros(shape, dtype=a_dtype, device="meta" if device is None else device)
+            problem = AttentionProblem.from_tensors(q, q, q, causal=is_causal, return_lse=with_lse)
+            rung, config = select(problem, arch, kernel)
+            if (rung.name, config) in seen:
+                continue
+            seen.add((rung.name, config))
+            if device is None:
+                get_compiled(problem.static, rung, config, arch)
+            else:
+                forward(q, q, q, causal=is_causal, return_lse=with_lse, kernel=kernel)
+            warmed.append(Warmed(rung.name, str(config), arch, *choice, time.perf_counter() - start))
     return warmed
 
 

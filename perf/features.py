@@ -32,7 +32,7 @@ class Feature:
     peers: tuple[str, str, str, str]
 
 
-_MATRIX = "compat/test_flash_attn_func.py::test_every_combination_is_right_or_refused_by_name"
+_MATRIX = "compat/test_flash_attn_func.py::test_combinations_are_right_or_refused_by_name"
 _REFUSED = "compat/test_flash_attn_func.py::test_misuse_is_refused_by_name"
 _SDPA = "compat/test_scaled_dot_product_attention.py"
 _VARLEN = "compat/test_flash_attn_varlen_func.py"

@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
     """pytest's exit status; its output goes to standard error."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", "tests", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-n", "auto", "tests", f"--junitxml={report}"]
         progress("running the tests")
         status = subprocess.run(command, cwd=results.ROOT, stdout=sys.stderr).returncode
         if not report.exists():

@@ -17,11 +17,7 @@ def recompute_from(value):
     return cutlass.Int32(llvm.inline_asm(i32, [operand], "mov.b32 $0, $1;", "=r,r", has_side_effects=True))
 
 
-def reread_thread_and_cta():
-    """(thread index, CTA index), read once more: nothing need be kept that can be worked out from them."""
-
-    def read(register):
-        i32 = cutlass.Int32.mlir_type
-        return cutlass.Int32(llvm.inline_asm(i32, [], f"mov.u32 $0, {register};", "=r", has_side_effects=True))
-
-    return read("%tid.x"), read("%ctaid.x")
+def reread_thread():
+    """The thread's index, read once more: nothing need be kept that can be worked out from it."""
+    i32 = cutlass.Int32.mlir_type
+    return cutlass.Int32(llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True))

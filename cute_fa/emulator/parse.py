@@ -365,7 +365,10 @@ class _BodyParser:
         if text.startswith("{"):
             return Vec(tuple(self._operand(part, line) for part in _split(text[1:-1])))
         if text.startswith("["):
-            base, sign, offset = re.match(r"\[\s*([%\w$.]+)\s*(?:([+-])\s*(-?\w+)\s*)?\]$", text).groups()
+            address = re.match(r"\[\s*([%\w$.]+)\s*(?:([+-])\s*(-?\w+)\s*)?\]$", text)
+            if address is None:
+                raise PtxSyntaxError(f"line {line}: cannot read the address {text!r}")
+            base, sign, offset = address.groups()
             displacement = int(offset, 0) * (-1 if sign == "-" else 1) if offset else 0
             return Mem(self._operand(base, line), displacement)
         if text.startswith("!"):

@@ -40,7 +40,7 @@ from cute_fa.device.mma import (
     make_ldmatrix_atom,
     make_tiled_mma,
 )
-from cute_fa.device.registers import recompute_from, reread_thread_and_cta
+from cute_fa.device.registers import recompute_from, reread_thread
 from cute_fa.device.schedule import longest_first
 from cute_fa.device.scores import ScoreArguments, ScoreModifier
 from cute_fa.device.sequences import Member, batch_and_longest, copy_paged_rows
@@ -268,7 +268,7 @@ class Sm80Pipelined:
         lse = softmax.finish(acc_O, arguments.sinks[head] * LOG2_E if self.features.sinks else None)
         if cutlass.const_expr(not self.bounded_right):
             # With a mask ptxas has room to keep the thread's place through the loops; without one it spills it.
-            tidx, _ = reread_thread_and_cta()
+            tidx = reread_thread()
         gO = row_tile(member.queries(mO, head), m_block * tile_m, tile_m, vo.padded)
         if cutlass.const_expr(mLSE is not None):
             gLSE = cute.domain_offset((m_block * tile_m,), member.statistics(mLSE, head))

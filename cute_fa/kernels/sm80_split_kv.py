@@ -18,7 +18,7 @@ A second kernel merges the splits: o = sum_i 2^(lse_i - lse) o_i (Flash-Decoding
 
 from __future__ import annotations
 
-import functools
+from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -218,12 +218,13 @@ class Sm80SplitKV:
         softmax = OnlineSoftmax.start(cute.size(cS, mode=[0]), scale_log2)
         warp_copy, _ = make_gmem_tiled_copies(dtype, head_dim, WARP)
         thr_load = warp_copy.get_slice(lane)
-        tKsK, tVsV = thr_load.partition_D(sK), thr_load.partition_D(sV)
-        tKcK = thr_load.partition_S(cute.make_identity_tensor((tile_n, head_dim)))
-        mK, mV = member.keys(mK, head_kv), member.keys(mV, head_kv)
-
-        load_tiles = functools.partial(
-            self.load_tiles, warp_copy, thr_load, member.pages, ((mK, tKsK), (mV, tVsV)), tKcK
+        ring = SimpleNamespace(  # what brings this warp's tiles to shared memory
+            copy=warp_copy,
+            thr_load=thr_load,
+            tensors=(member.keys(mK, head_kv), member.keys(mV, head_kv)),
+            tiles=(thr_load.partition_D(sK), thr_load.partition_D(sV)),
+            rows=thr_load.partition_S(cute.make_identity_tensor((tile_n, head_dim))),
+            pages=member.pages,
         )
 
         # This split's tiles are [first_tile, end_tile); this warp takes every num_warps-th of them.
@@ -231,14 +232,13 @@ class Sm80SplitKV:
         tiles_of_split = cute.ceil_div(num_tiles, num_splits)
         first_tile = split * tiles_of_split + warp
         end_tile = cutlass.min(num_tiles, (split + 1) * tiles_of_split)
+        end_key = cutlass.min(seqlen_k, end_tile * tile_n)
 
         self.load_queries(mQ, sQ, batch, head_kv, group, first_row, rows_left, tidx)
         cute.arch.cp_async_commit_group()
         for ahead in cutlass.range_constexpr(stages - 1):
-            tile = first_tile + ahead * num_warps
-            keys_left = cutlass.min(seqlen_k, end_tile * tile_n) - tile * tile_n
-            load_tiles(tile, ahead * num_warps + warp, keys_left)
-            cute.arch.cp_async_commit_group()
+            slot = ahead * num_warps + warp
+            self.load_tile(ring, first_tile + ahead * num_warps, slot, end_key)
         cute.arch.cp_async_wait_group(stages - 1)
         cute.arch.sync_threads()
         tSrQ.load_all()
@@ -252,10 +252,8 @@ class Sm80SplitKV:
             tile = first_tile + step * num_warps
             cute.arch.cp_async_wait_group(stages - 2)
             cute.arch.sync_warp()  # this tile is here, and no lane reads the one before any more
-            later = tile + (stages - 1) * num_warps
-            keys_left = cutlass.min(seqlen_k, end_tile * tile_n) - later * tile_n
-            load_tiles(later, (step + stages - 1) % stages * num_warps + warp, keys_left)
-            cute.arch.cp_async_commit_group()
+            slot = (step + stages - 1) % stages * num_warps + warp
+            self.load_tile(ring, tile + (stages - 1) * num_warps, slot, end_key)
 
             slot = step % stages * num_warps + warp
             acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((ROWS, tile_n)), cutlass.Float32)
@@ -314,18 +312,18 @@ class Sm80SplitKV:
         cute.arch.sync_threads()
         self.store_rows(mO, sO, workspace, num_splits, split, batch, head_kv, group, first_row, rows_left, tidx)
 
-    def load_tiles(self, warp_copy, thr_load, pages, operands, coords, tile, slot, keys_left):
-        """Starts this warp's loads of a tile of K and of V into a slot of its ring, zeros behind the last key."""
+    def load_tile(self, ring, tile, slot, end_key):
+        """Starts the loads of a tile of K and of V into a slot of the ring, zeros from ``end_key`` on."""
         tile_n = self.config.tile_n
-        if pages is not None:
-            for rows, target in operands:
-                target = target[None, None, None, slot]
-                copy_paged_rows(warp_copy, rows, pages, target, coords, tile * tile_n, keys_left, None)
-            return
-        sources = [row_tile(rows, tile * tile_n, tile_n) for rows, _ in operands]
-        for source, (_, target) in zip(sources, operands, strict=True):
-            source, target = thr_load.partition_S(source), target[None, None, None, slot]
-            copy_rows(warp_copy, source, target, coords, keys_left)
+        keys_left = end_key - tile * tile_n
+        for tensor, slots in zip(ring.tensors, ring.tiles, strict=True):
+            target = slots[None, None, None, slot]
+            if ring.pages is None:
+                source = ring.thr_load.partition_S(row_tile(tensor, tile * tile_n, tile_n))
+                copy_rows(ring.copy, source, target, ring.rows, keys_left)
+            else:
+                copy_paged_rows(ring.copy, tensor, ring.pages, target, ring.rows, tile * tile_n, keys_left, None)
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def load_queries(self, mQ, sQ, batch, head_kv, group, first_row, rows_left, tidx):

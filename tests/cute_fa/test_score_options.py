@@ -218,8 +218,9 @@ def test_auto_is_the_highest_rung_that_has_them(arch, seqlen):
 
 @pytest.mark.parametrize("rung", [rung for rung in LADDER if rung.kernel is not Sm80Pipelined], ids=lambda r: r.name)
 def test_a_rung_without_them_is_refused_by_name(rung):
-    others = r"\(kernel3, kernel4, kernel5, kernel6\)"
-    match = rf"kernel must be auto or one that has sinks, softcap {others}, got '{rung.name}'"
+    match = (
+        rf"kernel must be auto or one that has sinks, softcap \(kernel3, kernel4, kernel5, kernel6\), got '{rung.name}'"
+    )
     with pytest.raises(ValueError, match=match):
         select(problem(softcap=2.0, sinks=torch.zeros(2)), "sm_90a", rung.name)
 

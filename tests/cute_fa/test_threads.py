@@ -33,16 +33,23 @@ def test_32_threads_get_their_own_results(generator, monkeypatch):
         assert all(pool.map(work, range(THREADS)))
 
 
-def test_threads_compile_a_kernel_once(tmp_path, monkeypatch):
+def test_threads_compile_each_kernel_once(tmp_path, monkeypatch):
     monkeypatch.setenv("CUTE_FA_CACHE_DIR", str(tmp_path))
     calls = []
     real = compiled._compile
     monkeypatch.setattr(compiled, "_in_memory", {})
-    monkeypatch.setattr(compiled, "_compile", lambda *args: calls.append(args) or real(*args))
+
+    def counted(static, rung, config, *rest):
+        calls.append((rung.name, str(config)))
+        return real(static, rung, config, *rest)
+
+    monkeypatch.setattr(compiled, "_compile", counted)
     options = {"head_dim": 64, "dtype": torch.float16, "causal": True, "return_lse": False, "arch": "sm_90a"}
     with ThreadPoolExecutor(8) as pool:
         warmed = list(pool.map(lambda _: cute_fa.warmup(**options), range(8)))
-    assert len(calls) == 1 and len(warmed) == 8
+    ready = {(entry.kernel, entry.config) for entry in warmed[0]}
+    assert len(warmed) == 8 and ready
+    assert sorted(calls) == sorted(ready)
 
 
 def test_inference_mode(generator):

@@ -27,19 +27,24 @@ def test_every_combination_is_compiled_and_named(compiles, monkeypatch):
     options = {"head_dim": 64, "dtype": torch.bfloat16, "arch": "sm_90a"}
     warmed = cute_fa.warmup(**options, return_lse=[False, True])
     combinations = set(itertools.product((False, True), (False, True)))
-    assert {(one.causal, one.return_lse) for one in warmed} == combinations and len(warmed) == 4
-    assert all(one.kernel == resolve_kernel("auto", "sm_90a").name and one.head_dim == 64 for one in warmed)
-    assert len(compiles) == 4
+    assert {(one.causal, one.return_lse) for one in warmed} == combinations
+    assert all(one.head_dim == 64 for one in warmed)
+    # Decoding and long queries have kernels of their own.
+    for causal, with_lse in combinations:
+        kernels = {one.kernel for one in warmed if (one.causal, one.return_lse) == (causal, with_lse)}
+        assert resolve_kernel("auto", "sm_90a").name in kernels and len(kernels) == 2
+    assert len(compiles) == len(warmed)
     cute_fa.warmup(**options)
     monkeypatch.setattr(compiled, "_in_memory", {})  # as in the next process
     again = cute_fa.warmup(**options)
-    assert len(compiles) == 4 and sum(one.seconds for one in again) < sum(one.seconds for one in warmed)
+    assert len(compiles) == len(warmed) and sum(one.seconds for one in again) < sum(one.seconds for one in warmed)
 
 
 def test_everything_by_default(monkeypatch):
     asked = []
     monkeypatch.setattr("cute_fa.warming.get_compiled", lambda static, *_: asked.append(static))
-    assert len(cute_fa.warmup(arch="sm_80")) == len(set(asked)) == 2 * 2 * 2 * 2
+    assert len(cute_fa.warmup(arch="sm_80")) == len(asked)
+    assert len(set(asked)) == 2 * 2 * 2 * 2
 
 
 @pytest.mark.parametrize(

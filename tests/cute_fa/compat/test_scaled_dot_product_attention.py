@@ -43,7 +43,8 @@ def test_causal_biases(bias, seqlen_q, seqlen_k, generator):
         assert not got[:, :, : seqlen_q - seqlen_k].any()
         tensors[0] = tensors[0][:, :, seqlen_q - seqlen_k :]
         square = cute_fa.scaled_dot_product_attention(*tensors, is_causal=True)
-        torch.testing.assert_close(got[:, :, seqlen_q - seqlen_k :], square)
+        # Another rung serves so few queries, and rounds P to the inputs' type against another reference.
+        torch.testing.assert_close(got[:, :, seqlen_q - seqlen_k :], square, atol=2e-3, rtol=0)
         return
     assert_like_pytorch(tensors, attn_mask=mask)
 
