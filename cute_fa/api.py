@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 
 from cute_fa import ops  # registers torch.ops.cute_fa.forward
 from cute_fa.plan import run
-from cute_fa.problem import AttentionProblem, ScoreOptions, check_no_grad, check_out
+from cute_fa.problem import FP8, AttentionProblem, ScoreOptions, check_no_grad, check_out
 from layouts import SmemLayout
 
 BACKWARDS = ("sdpa",)
@@ -27,6 +27,9 @@ def forward(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     attn_bias: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     out: Tensor | None = None,
     backward: str | None = None,
     kernel: str = "auto",
@@ -39,8 +42,8 @@ def forward(
     problems. Under torch.compile, torch.export and for fake tensors it is the operator ``torch.ops.cute_fa.forward``.
 
     Args:
-        q: (B, S_q, H, D), fp16 or bf16, last dimension contiguous, any other strides; D is a multiple of 8 from 8
-            to 256.
+        q: (B, S_q, H, D), fp16, bf16 or fp8 (e4m3, which is widened to bf16 before the kernel), last dimension
+            contiguous, any other strides; D is a multiple of 8 from 8 to 256.
         k: (B, S_k, H_kv, D), of the same dtype; H is a multiple of H_kv (each head of k and v serves H / H_kv heads
             of q).
         v: (B, S_k, H_kv, D_v), of the same dtype; D_v is such a multiple too, mostly D.
@@ -54,24 +57,26 @@ def forward(
         sinks: (H,), fp32 or q's dtype: a logit of each head that joins the sum under every row's softmax.
         attn_bias: what broadcasts to (B, H, S_q, S_k), any strides: added to the scores, fp32 or q's dtype, or bool
             with False where a key is hidden. See ``cute_fa.problem.ScoreOptions`` for its corners.
-        out: a tensor that o is written into, of o's shape, q's dtype and device, with rows at multiples of 16 bytes,
+        q_descale, k_descale, v_descale: (H_kv,) or (B, H_kv), fp32, for fp8 alone: what each head of k and v, and the
+            heads of q that share it, are to be multiplied by; 1 when None.
+        out: a tensor that o is written into, of o's shape, dtype and device, with rows at multiples of 16 bytes,
             and no memory shared with q, k or v.
         backward: None: inputs that require gradients are refused. "sdpa": autograd goes back through PyTorch's
             scaled_dot_product_attention, which computes the attention again; with an argument that changes scores,
-            through operators of PyTorch that hold all B H S_q S_k scores, in fp32. lse has no gradient.
+            through operators of PyTorch that hold all B H S_q S_k scores, in fp32. lse has no gradient; fp8 has none.
         kernel: a rung of the ladder ("kernel1", ...), or "auto" for the best.
         layout: another shared-memory layout for that kernel, by its name in the catalog or as a value.
 
     Returns:
-        o (B, S_q, H, D_v), dtype and device of q, contiguous, or ``out``; with ``return_lse`` also lse (B, H, S_q),
-        fp32, natural logarithm. A query that sees no key has o = 0 and lse = -inf, or its head's sink.
+        o (B, S_q, H, D_v), dtype (bf16 for fp8) and device of q, contiguous, or ``out``; with ``return_lse`` also
+        lse (B, H, S_q), fp32, natural logarithm. A query that sees no key has o = 0 and lse = -inf, or its head's sink.
 
     Raises:
         TypeError, ValueError: before anything is launched, naming the argument and what is allowed.
         NotImplementedError: likewise, for what is planned.
         EmulationError: on the CPU, a fault of the kernel, or more work than the emulator should be given.
     """
-    options = ScoreOptions.of(window_size, softcap, alibi_slopes, sinks, attn_bias)
+    options = ScoreOptions.of(window_size, softcap, alibi_slopes, sinks, attn_bias, q_descale, k_descale, v_descale)
     if (
         backward is not None
         or type(q) is not Tensor
@@ -93,6 +98,8 @@ def _run_by_operator(q, k, v, causal, softmax_scale, return_lse, out, backward, 
     problem.softmax_scale(softmax_scale)
     if backward not in (None, *BACKWARDS):
         raise ValueError(f"backward must be None or {' or '.join(map(repr, BACKWARDS))}, got {backward!r}")
+    if backward is not None and q.dtype == FP8:
+        raise ValueError(f"backward must be None for {FP8}, got {backward!r}")
     if backward is None or out is not None:
         for name, tensor in {"q": q, "k": k, "v": v, **options.tensors}.items():
             check_no_grad(name, tensor)
@@ -104,7 +111,7 @@ def _run_by_operator(q, k, v, causal, softmax_scale, return_lse, out, backward, 
         check_out(out, q, v)
     o, lse = ops.forward(
         q, k, v, problem.causal, softmax_scale, return_lse, kernel, layout, *problem.window_size, options.softcap,
-        options.alibi_slopes, options.sinks, options.attn_bias,
+        options.alibi_slopes, options.sinks, options.attn_bias, *options.descales.values(),
     )  # fmt: skip
     if out is not None:
         o = out.copy_(o)

@@ -153,8 +153,8 @@ def _compile(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str,
     extra = ()
     if static.features.options:
         # Members of packed sequences are more than Q's batch.
-        batch_slopes = cute.sym_int32() if static.sequences else batch
-        arguments = _fake_arguments(static, batch, batch_slopes, num_heads, seqlen_q, seqlen_k)
+        members = cute.sym_int32() if static.sequences else batch
+        arguments = _fake_arguments(static, batch, members, num_heads, seqlen_q, seqlen_k)
         entry, extra = kernel.with_options, (arguments,)
     _name(rung.kernel.kernel, kernel_name(rung))
     if rung.splits_keys:
@@ -182,21 +182,22 @@ def _fake_sequences(static: StaticProblem) -> tuple:
     return (cutlass.Int32(1), *map(fake, SEQUENCE_TENSORS))
 
 
-def _fake_arguments(static: StaticProblem, batch, batch_slopes, num_heads, seqlen_q, seqlen_k) -> ScoreArguments:
+def _fake_arguments(static: StaticProblem, batch, members, num_heads, seqlen_q, seqlen_k) -> ScoreArguments:
     """Stand-ins for the values of the score options, of the problem's own extents."""
     features = static.features
 
     def fake(dtype, shape, strides):
         return make_fake_tensor(dtype, shape, strides, assumed_align=dtype.width // 8)
 
+    def fake_factors():
+        return fake(cutlass.Float32, (members, num_heads), (cute.sym_int64(), cute.sym_int64()))
+
     bias = features.bias
     return ScoreArguments(
         softcap=cutlass.Float32(1.0) if features.softcap else None,
         window_left=cutlass.Int32(1) if features.window_left else None,
         window_right=cutlass.Int32(1) if features.window_right else None,
-        alibi_slopes=fake(cutlass.Float32, (batch_slopes, num_heads), (cute.sym_int64(), cute.sym_int64()))
-        if features.alibi
-        else None,
+        alibi_slopes=fake_factors() if features.alibi else None,
         sinks=fake(cutlass.Float32, (num_heads,), (1,)) if features.sinks else None,
         attn_bias=None
         if bias is None
@@ -205,6 +206,8 @@ def _fake_arguments(static: StaticProblem, batch, batch_slopes, num_heads, seqle
             (batch, num_heads, seqlen_q, seqlen_k),
             (*(cute.sym_int64() for _ in range(3)), 1),
         ),
+        score_factors=fake_factors() if features.descales else None,
+        output_factors=fake_factors() if features.descales else None,
     )
 
 

@@ -51,7 +51,18 @@ def score_arguments(options: ScoreOptions, features: ScoreFeatures, problem: Att
         alibi_slopes=None if slopes is None else slopes.detach().expand(batch, num_heads),
         sinks=None if sinks is None else sinks.detach().to(torch.float32).contiguous(),
         attn_bias=None if bias is None else _bias_rows(bias.detach(), (batch, num_heads, *shape)),
+        score_factors=_factors(problem, options.q_descale, options.k_descale) if features.descales else None,
+        output_factors=_factors(problem, options.v_descale) if features.descales else None,
     )
+
+
+def _factors(problem: AttentionProblem, *descales: torch.Tensor | None) -> torch.Tensor:
+    """The product of those that are given, for each head of q: (B, H)."""
+    product = torch.ones(problem.num_heads_kv, device=problem.device)
+    for descale in descales:
+        product = product if descale is None else product * descale.detach()
+    group = problem.num_heads // problem.num_heads_kv
+    return product.repeat_interleave(group, -1).expand(problem.batch, problem.num_heads)
 
 
 def _bias_rows(bias: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:

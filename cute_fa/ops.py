@@ -18,18 +18,17 @@ from cute_fa.varlen import fake_varlen, run_varlen
 _SCHEMA = (
     "forward(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, bool return_lse, str kernel, "
     "str? layout, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, "
-    "Tensor? sinks=None, Tensor? attn_bias=None) -> (Tensor, Tensor)"
+    "Tensor? sinks=None, Tensor? attn_bias=None, Tensor? q_descale=None, Tensor? k_descale=None, "
+    "Tensor? v_descale=None) -> (Tensor, Tensor)"
 )
 _library = torch.library.Library("cute_fa", "DEF")
 # Inductor hands over the strides that were traced, so that nothing it chose for itself needs a copy.
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
 
-def _options(
-    window_left=-1, window_right=-1, softcap=0.0, alibi_slopes=None, sinks=None, attn_bias=None
-) -> ScoreOptions:
+def _options(window_left=-1, window_right=-1, softcap=0.0, *tensors) -> ScoreOptions:
     """Of an operator's last arguments; PyTorch leaves out those at the end that have their defaults."""
-    return ScoreOptions.of((window_left, window_right), softcap, alibi_slopes, sinks, attn_bias)
+    return ScoreOptions.of((window_left, window_right), softcap, *tensors)
 
 
 def _forward(q, k, v, causal, softmax_scale, return_lse, kernel, layout, *options):
@@ -41,7 +40,7 @@ def _forward(q, k, v, causal, softmax_scale, return_lse, kernel, layout, *option
 def _fake_forward(q, k, v, causal, _scale, return_lse, _kernel, _layout, *options):
     options = _options(*options)
     problem = AttentionProblem.from_shapes(q, k, v, causal=causal, return_lse=return_lse, options=options)
-    o = q.new_empty(problem.o_shape)
+    o = q.new_empty(problem.o_shape, dtype=problem.dtype)
     if not return_lse:
         return o, _no_lse(q)
     return o, q.new_empty(problem.lse_shape, dtype=torch.float32)
@@ -55,7 +54,8 @@ _SEQUENCES = ", ".join(f"Tensor? {name}" for name in SEQUENCE_TENSORS)
 _library.define(
     f"forward_varlen(Tensor q, Tensor k, Tensor v, {_SEQUENCES}, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "bool causal, float? softmax_scale, str kernel, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, "
-    "Tensor? alibi_slopes=None, Tensor? sinks=None) -> (Tensor, Tensor)",
+    "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? q_descale=None, Tensor? k_descale=None, "
+    "Tensor? v_descale=None) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 
@@ -74,11 +74,13 @@ def _fake_forward_varlen(q, k, v, *arguments):
 def _of_varlen(arguments: tuple) -> tuple[tuple, tuple, ScoreOptions]:
     """(tensors, from max_seqlen_q to kernel, options)."""
     first, behind = len(SEQUENCE_TENSORS), len(SEQUENCE_TENSORS) + 5
-    return arguments[:first], arguments[first:behind], _options(*arguments[behind:])
+    scores, descales = arguments[behind : behind + 5], arguments[behind + 5 :]
+    no_bias = (None,) if descales else ()
+    return arguments[:first], arguments[first:behind], _options(*scores, *no_bias, *descales)
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.softmax_scale, _, _, _, left, right, ctx.softcap, slopes, sinks, bias = inputs
+    q, k, v, ctx.causal, ctx.softmax_scale, _, _, _, left, right, ctx.softcap, slopes, sinks, bias, *_ = inputs
     ctx.window_size = (left, right)
     ctx.save_for_backward(q, k, v, slopes, sinks, bias)
     ctx.mark_non_differentiable(output[1])
@@ -88,7 +90,7 @@ def _backward(ctx, grad_o, _grad_lse):
     q, k, v, *tensors = ctx.saved_tensors
     options = ScoreOptions.of(ctx.window_size, ctx.softcap, *tensors)
     grads = attention_gradients(q, k, v, grad_o, causal=ctx.causal, softmax_scale=ctx.softmax_scale, options=options)
-    return (*grads[:3], *(None,) * 8, *grads[3:])
+    return (*grads[:3], *(None,) * 8, *grads[3:], None, None, None)
 
 
 def _refuse_vmap(_info, _in_dims, *_args):

@@ -12,6 +12,7 @@ from cute_fa.emulator import DEFAULT_ARCH, emulated_launch
 from cute_fa.ladder import select
 from cute_fa.launch import get_launch, score_arguments
 from cute_fa.problem import (
+    FP8,
     MAX_ROW_STRIDE,
     NO_OPTIONS,
     VECTOR,
@@ -22,6 +23,7 @@ from cute_fa.problem import (
     check_out,
     check_out_memory,
     memory_bytes,
+    widened,
 )
 from layouts import SmemLayout
 
@@ -69,6 +71,8 @@ def run(
     """o and lse (None unless asked for), as ``cute_fa.forward`` documents, with every check and no autograd."""
     plan = _plan_for(q, k, v, causal, return_lse, options, kernel, layout)
     scale = plan.default_scale if softmax_scale is None else plan.problem.softmax_scale(softmax_scale)
+    if q.dtype is FP8:
+        q, k, v = widened(q), widened(k), widened(v)
     if out is None:
         o = out = q.new_empty(plan.o_shape)
     else:

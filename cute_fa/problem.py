@@ -10,6 +10,8 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 DTYPES = (torch.float16, torch.bfloat16)
+FP8 = torch.float8_e4m3fn
+INPUT_DTYPES = (*DTYPES, FP8)
 HEAD_DIMS = range(8, 257, 8)
 VECTOR_BYTES = 16
 VECTOR = VECTOR_BYTES // 2  # elements of 16 bits
@@ -21,6 +23,18 @@ MAX_CTAS = 2**31 - 1  # x extent of a grid
 def padded_head_dim(head_dim: int) -> int:
     """Columns of the tiles in shared memory: what the atoms of 64 columns of the layouts fill."""
     return -(-head_dim // 64) * 64
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What kernels compute in and o has: fp8 is widened to bf16, which holds each of its values."""
+    return torch.bfloat16 if dtype == FP8 else dtype
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of ``INPUT_DTYPES`` as kernels take it."""
+    if tensor.dtype != FP8:
+        return tensor
+    return tensor.to(torch.bfloat16, memory_format=torch.contiguous_format)
 
 
 # Where tensors lie, as not every kernel takes it: a kernel's class names what it takes as its ``geometry``.
@@ -35,8 +49,8 @@ SEQUENCE_TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", 
 
 MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-10, 2.0**10  # beyond, fp32 loses too much of softcap tanh(s / softcap)
 HIDING_BIAS = -(2.0**125)  # below, a bias hides its key as -inf does
-# The arguments that change scores, by which a kernel says what it has.
-SCORE_OPTIONS = frozenset(("window_size", "softcap", "alibi_slopes", "sinks", "attn_bias"))
+# The arguments that change scores, by which a kernel says what it has; "descales" are those of fp8 inputs.
+SCORE_OPTIONS = frozenset(("window_size", "softcap", "alibi_slopes", "sinks", "attn_bias", "descales"))
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,7 @@ class ScoreFeatures:
         window_left, window_right: whether the window hides a key on that side; right not beside a causal mask.
         softcap, alibi, sinks: whether there is one.
         bias: the dtype of ``attn_bias``; None without one.
+        descales: whether a head's scores and output have factors of their own.
     """
 
     window_left: bool = False
@@ -55,6 +70,7 @@ class ScoreFeatures:
     alibi: bool = False
     sinks: bool = False
     bias: torch.dtype | None = None
+    descales: bool = False
 
     @property
     def is_mask(self) -> bool:
@@ -75,6 +91,7 @@ class ScoreFeatures:
             "alibi_slopes": self.alibi,
             "sinks": self.sinks,
             "attn_bias": self.bias is not None,
+            "descales": self.descales,
         }
         return frozenset(name for name, is_used in used.items() if is_used)
 
@@ -133,6 +150,8 @@ class ScoreOptions:
         attn_bias: broadcast to (B, H, S_q, S_k), any strides: added to the scores, in fp32 or q's dtype; or bool with
             False where a key is hidden. Values below -2**125 hide a key as -inf does. A tensor whose last dimension
             is broadcast or not contiguous is copied at each call.
+        q_descale, k_descale, v_descale: (H_kv,) or (B, H_kv), fp32, of fp8 inputs alone: what the heads of q (those
+            that share a head of k), k and v are to be multiplied by. Names and shapes are flash-attn 3's.
     """
 
     window_size: tuple[int, int] = (-1, -1)
@@ -140,27 +159,47 @@ class ScoreOptions:
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     attn_bias: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
 
     @staticmethod
-    def of(window_size, softcap, alibi_slopes=None, sinks=None, attn_bias=None) -> ScoreOptions:
+    def of(
+        window_size,
+        softcap,
+        alibi_slopes=None,
+        sinks=None,
+        attn_bias=None,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+    ) -> ScoreOptions:
         """The same as the class, but ``NO_OPTIONS`` itself where all are off."""
         if (
             alibi_slopes is None
             and sinks is None
             and attn_bias is None
+            and q_descale is None
+            and k_descale is None
+            and v_descale is None
             and type(softcap) is float
             and softcap == 0.0
             and type(window_size) is tuple
             and window_size == (-1, -1)
         ):
             return NO_OPTIONS
-        return ScoreOptions(window_size, softcap, alibi_slopes, sinks, attn_bias)
+        return ScoreOptions(window_size, softcap, alibi_slopes, sinks, attn_bias, q_descale, k_descale, v_descale)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that are given, by their names."""
-        named = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks, "attn_bias": self.attn_bias}
+        named = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks, "attn_bias": self.attn_bias, **self.descales}
         return {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def descales(self) -> dict[str, torch.Tensor | None]:
+        """The factors of fp8 inputs by their names."""
+        return {"q_descale": self.q_descale, "k_descale": self.k_descale, "v_descale": self.v_descale}
 
     @property
     def key(self) -> tuple:
@@ -174,13 +213,9 @@ class ScoreOptions:
         """Whether autograd would record one of the tensors."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors.values())
 
-    def of_member(self, i: int) -> ScoreOptions:
-        """The options of one member of the batch, as a batch of its own."""
-        if self.alibi_slopes is None or self.alibi_slopes.dim() == 1:
-            return self
-        return replace(self, alibi_slopes=self.alibi_slopes[i])
-
-    def check(self, batch: int, seqlen_q: int, seqlen_k: int, num_heads: int, like: torch.Tensor) -> None:
+    def check(
+        self, batch: int, seqlen_q: int, seqlen_k: int, num_heads: int, num_heads_kv: int, like: torch.Tensor
+    ) -> None:
         """Checks the options beside q, of ``like``'s dtype and device.
 
         Raises:
@@ -200,11 +235,22 @@ class ScoreOptions:
                     f"got {_shape(slopes)}"
                 )
         if sinks is not None:
-            _check_option("sinks", sinks, (torch.float32, like.dtype), like)
+            _check_option("sinks", sinks, (torch.float32, compute_dtype(like.dtype)), like)
             if tuple(sinks.shape) != (num_heads,):
                 raise ValueError(f"sinks must have the shape (H,), here ({num_heads},), got {_shape(sinks)}")
         if self.attn_bias is not None:
             check_bias("attn_bias", self.attn_bias, (batch, num_heads, seqlen_q, seqlen_k), like)
+        for name, descale in self.descales.items():
+            if descale is None:
+                continue
+            if like.dtype != FP8:
+                raise ValueError(f"{name} must be None for q of {like.dtype}: it is for {FP8}")
+            _check_option(name, descale, (torch.float32,), like)
+            if tuple(descale.shape) not in ((num_heads_kv,), (batch, num_heads_kv)):
+                raise ValueError(
+                    f"{name} must have the shape (H_kv,) or (B, H_kv), here ({num_heads_kv},) or "
+                    f"{(batch, num_heads_kv)}, got {_shape(descale)}"
+                )
 
     def check_memory(self) -> None:
         """Checks the values of tensors that passed ``check``: they are there, and nobody wants their gradient."""
@@ -218,8 +264,9 @@ class ScoreOptions:
         left, right = self.window_size
         bias = None if self.attn_bias is None else self.attn_bias.dtype
         return ScoreFeatures(
-            left != -1, right != -1, self.softcap != 0.0, self.alibi_slopes is not None, self.sinks is not None, bias
-        )
+            left != -1, right != -1, self.softcap != 0.0, self.alibi_slopes is not None, self.sinks is not None, bias,
+            any(descale is not None for descale in self.descales.values()),
+        )  # fmt: skip
 
 
 NO_OPTIONS = ScoreOptions()
@@ -326,9 +373,9 @@ class AttentionProblem:
             raise ValueError(
                 f"q must have a number of heads that is a multiple of k's and v's ({num_heads_kv}), got {num_heads}"
             )
-        options.check(batch, seqlen_q, seqlen_k, num_heads, q)
+        options.check(batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, q)
         return AttentionProblem(
-            batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, v.shape[3], q.dtype, q.device,
+            batch, seqlen_q, seqlen_k, num_heads, num_heads_kv, head_dim, v.shape[3], compute_dtype(q.dtype), q.device,
             causal or options.window_size[1] == 0, return_lse, tuple(options.window_size), options.features,
         )  # fmt: skip
 
@@ -366,8 +413,8 @@ def _check_tensor(name: str, tensor) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.is_nested or tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{name} must be {_either(DTYPES)}, got {tensor.dtype}")
+    if tensor.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{name} must be {_either(INPUT_DTYPES)}, got {tensor.dtype}")
     if tensor.dim() != 4:
         raise ValueError(
             f"{name} must have 4 dimensions (batch, sequence, heads, head_dim), got {tensor.dim()}: "
@@ -422,8 +469,8 @@ def check_out(out, q: torch.Tensor, v: torch.Tensor) -> None:
         raise TypeError(f"out must be a torch.Tensor or None, got {type(out).__name__}")
     if out.layout != torch.strided:
         raise TypeError(f"out must be a dense (strided) tensor, got layout {out.layout}")
-    if out.dtype != q.dtype:
-        raise TypeError(f"out must have the dtype of q ({q.dtype}), got {out.dtype}")
+    if out.dtype != compute_dtype(q.dtype):
+        raise TypeError(f"out must have the dtype of o ({compute_dtype(q.dtype)}), got {out.dtype}")
     wanted = (*q.shape[:3], v.shape[3])
     if out.shape != wanted:
         raise ValueError(f"out must have the shape of q and the head dimension of v, {wanted}, got {_shape(out)}")
@@ -470,7 +517,7 @@ def check_bias(name: str, bias, full: tuple[int, int, int, int], like: torch.Ten
     Raises:
         TypeError, ValueError: by the name that its caller knows it by.
     """
-    _check_option(name, bias, (torch.bool, torch.float32, like.dtype), like)
+    _check_option(name, bias, (torch.bool, torch.float32, compute_dtype(like.dtype)), like)
     if bias.dim() > 4 or any(
         have != 1 and have != want for have, want in zip(bias.shape, full[4 - bias.dim() :], strict=True)
     ):

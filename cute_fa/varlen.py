@@ -20,8 +20,10 @@ from cute_fa.problem import (
     SEQUENCE_TENSORS,
     AttentionProblem,
     ScoreOptions,
+    compute_dtype,
     require_int,
     require_tensor,
+    widened,
 )
 
 _MAX_PLANS = 4096
@@ -88,7 +90,7 @@ def forward_varlen(
         _describe(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options)
         return torch.ops.cute_fa.forward_varlen(
             q, k, v, *tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, kernel, *options.window_size,
-            options.softcap, options.alibi_slopes, options.sinks,
+            options.softcap, options.alibi_slopes, options.sinks, *options.descales.values(),
         )  # fmt: skip
     return run_varlen(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, options, kernel)
 
@@ -102,6 +104,7 @@ def run_varlen(
     cu_seqlens_q = tensors[0]
     if is_on_host(q):
         _check_values(q, k, tensors, max_seqlen_q, max_seqlen_k)
+    q, k, v = widened(q), widened(k), widened(v)
     if plan.launch is None or cu_seqlens_q is not None:
         # Rows that belong to no member are nobody's to write.
         o, lse = q.new_zeros(plan.o_shape), q.new_full(plan.lse_shape, -torch.inf, dtype=torch.float32)
@@ -134,7 +137,7 @@ def fake_varlen(
     """Results of the right shapes, for tensors without data."""
     _describe(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options)
     o_shape, lse_shape = _result_shapes(q, v, tensors)
-    return q.new_empty(o_shape), q.new_empty(lse_shape, dtype=torch.float32)
+    return q.new_empty(o_shape, dtype=compute_dtype(q.dtype)), q.new_empty(lse_shape, dtype=torch.float32)
 
 
 def _plan_for(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options, kernel) -> _Plan:
@@ -228,7 +231,7 @@ def _describe(
     rows = batch * problem.num_heads * max_seqlen_q
     if in_memory and rows > MAX_CTAS:
         raise ValueError(f"max_seqlen_q must leave at most 2**31 - 1 rows over batch and heads, got {rows}")
-    options.check(batch, max_seqlen_q, max_seqlen_k, problem.num_heads, q)
+    options.check(batch, max_seqlen_q, max_seqlen_k, problem.num_heads, problem.num_heads_kv, q)
     if in_memory:
         options.check_memory()
     return replace(

@@ -32,7 +32,7 @@ class Feature:
     peers: tuple[str, str, str, str]
 
 
-_MATRIX = "compat/test_flash_attn_func.py::test_combinations_are_right_or_refused_by_name"
+_MATRIX = "compat/test_flash_attn_func.py::test_combinations_are_right"
 _REFUSED = "compat/test_flash_attn_func.py::test_misuse_is_refused_by_name"
 _SDPA = "compat/test_scaled_dot_product_attention.py"
 _VARLEN = "compat/test_flash_attn_varlen_func.py"
@@ -44,7 +44,12 @@ _TRANSFORMERS = "compat/test_transformers.py"
 
 FEATURES: tuple[Feature, ...] = (
     Feature("fp16, bf16", "yes", (_MATRIX, "test_forward_gpu.py::test_matches_reference"), ("yes",) * 4),
-    Feature("fp8", "refused", ("test_errors.py::test_bad_input_is_refused_by_name",), ("-", "yes", "no", "yes")),
+    Feature(
+        "fp8 (e4m3), a factor for each head",
+        "widened to bf16",
+        ("test_fp8.py::test_matches_float64", "test_fp8.py::test_packed_sequences"),
+        ("-", "yes", "no", "yes"),
+    ),
     Feature(
         "head dimension",
         "8 to 256 by 8",

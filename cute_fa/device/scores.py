@@ -2,7 +2,7 @@
 
 The definitions are flash-attn's and PyTorch's, in this order:
 
-    s = softmax_scale * q k
+    s = softmax_scale * q k                 and the head's factor of fp8 inputs
     s = softcap * tanh(s / softcap)
     s = s - slope * |p - j|                 query i at position p = i + S_k - S_q, key j
     s = s + bias[i, j], or -inf where a mask is False
@@ -32,6 +32,7 @@ class ScoreArguments(NamedTuple):
         alibi_slopes: (B, H), fp32.
         sinks: (H,), fp32.
         attn_bias: (B, H, S_q, S_k), fp32 or Q's type, or uint8 with 0 where a key is hidden.
+        score_factors, output_factors: (B, H), fp32: what scores and the output are multiplied by besides.
     """
 
     softcap: cutlass.Float32 | None = None
@@ -40,6 +41,8 @@ class ScoreArguments(NamedTuple):
     alibi_slopes: cute.Tensor | None = None
     sinks: cute.Tensor | None = None
     attn_bias: cute.Tensor | None = None
+    score_factors: cute.Tensor | None = None
+    output_factors: cute.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class ScoreModifier:
         softcap = arguments.softcap * LOG2_E if features.softcap else None
         slope = arguments.alibi_slopes[batch, head] * LOG2_E if features.alibi else None
         bias = arguments.attn_bias[batch, head, None, None] if features.bias is not None else None
+        if features.descales:
+            scale_log2 = scale_log2 * arguments.score_factors[batch, head]
         position = first_query + seqlen_k - seqlen_q
         return ScoreModifier(features, scale_log2, softcap, slope, bias, first_query, position, seqlen_q, seqlen_k)
 

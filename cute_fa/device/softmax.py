@@ -97,11 +97,11 @@ class OnlineSoftmax:
             scores[r, None] = probs
 
     @cute.jit
-    def finish(self, acc_O: cute.Tensor, sink=None) -> cute.Tensor:
+    def finish(self, acc_O: cute.Tensor, sink=None, output_factor=None) -> cute.Tensor:
         """Divides O by the row sums; returns the natural log-sum-exp of each row.
 
         A row that saw no key gets output 0 and log-sum-exp -inf. A ``sink``, a logit in powers of two, is one more
-        term of every row's sum.
+        term of every row's sum. O is multiplied by ``output_factor`` if there is one.
         """
         output = acc_as_rows(acc_O)
         lse = cute.make_rmem_tensor(cute.size(self.row_ref), cutlass.Float32)
@@ -115,6 +115,8 @@ class OnlineSoftmax:
             inverse = 0.0 if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
             if cutlass.const_expr(sink is not None):
                 inverse = inverse * factor
+            if cutlass.const_expr(output_factor is not None):
+                inverse = inverse * output_factor
             output[r, None] = output[r, None].load() * inverse
             lse[r] = (row_ref + cute.math.log2(row_sum, fastmath=True)) * LN_2
         return lse

@@ -19,7 +19,7 @@ from cute_fa.emulator.parse import only_entry
 from cute_fa.emulator.report import EmulationError, EmulationReport
 from cute_fa.ladder import Rung, select
 from cute_fa.launch import score_arguments
-from cute_fa.problem import NO_OPTIONS, SEQUENCE_TENSORS, AttentionProblem, ScoreOptions, StaticProblem
+from cute_fa.problem import NO_OPTIONS, SEQUENCE_TENSORS, AttentionProblem, ScoreOptions, StaticProblem, widened
 from layouts import SmemLayout
 
 DEFAULT_ARCH = "sm_80"  # the family that the emulator knows: cp.async, ldmatrix, mma.sync
@@ -102,6 +102,7 @@ def emulate_forward(
     static = problem.static
     arguments = score_arguments(options, static.features, problem) if static.features.options else None
     _refuse_hours(rung, config, q.shape, problem.seqlen_k, static.causal, arguments)
+    q, k, v = widened(q), widened(k), widened(v)
     o = torch.empty(problem.o_shape, dtype=q.dtype)
     lse = torch.empty(problem.lse_shape)
     ptx = get_artifacts(static, rung, config, arch).ptx
@@ -196,6 +197,9 @@ def run_forward(
     return report
 
 
+_STRIDED = {"alibi_slopes": 2, "attn_bias": 3, "score_factors": 2, "output_factors": 2}  # modes with run-time strides
+
+
 def _score_args(arguments: ScoreArguments | None) -> list[TensorArg | np.generic]:
     """The parameters that a kernel takes for its score options."""
     if arguments is None:
@@ -204,7 +208,7 @@ def _score_args(arguments: ScoreArguments | None) -> list[TensorArg | np.generic
     packed = []
     for name, value in given.items():
         if isinstance(value, torch.Tensor):
-            strides = tuple((mode, np.int64) for mode in range({"alibi_slopes": 2, "attn_bias": 3}.get(name, 0)))
+            strides = tuple((mode, np.int64) for mode in range(_STRIDED.get(name, 0)))
             packed.append(TensorArg(name, _as_numpy(value), tuple(range(value.dim())), strides))
         else:
             packed.append(np.float32(value) if name == "softcap" else np.int32(value))

@@ -265,7 +265,11 @@ class Sm80Pipelined:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
-        lse = softmax.finish(acc_O, arguments.sinks[head] * LOG2_E if self.features.sinks else None)
+        lse = softmax.finish(
+            acc_O,
+            arguments.sinks[head] * LOG2_E if self.features.sinks else None,
+            arguments.output_factors[batch, head] if self.features.descales else None,
+        )
         if cutlass.const_expr(not self.bounded_right):
             # With a mask ptxas has room to keep the thread's place through the loops; without one it spills it.
             tidx = reread_thread()

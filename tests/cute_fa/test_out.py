@@ -51,7 +51,7 @@ def test_no_keys_zero_the_callers_tensor():
     "out, exception, match",
     [
         (lambda q, k: [q], TypeError, r"out must be a torch\.Tensor or None, got list"),
-        (lambda q, k: q.float(), TypeError, r"out must have the dtype of q \(torch\.bfloat16\), got torch\.float32"),
+        (lambda q, k: q.float(), TypeError, r"out must have the dtype of o \(torch\.bfloat16\), got torch\.float32"),
         (
             lambda q, k: q[:, :5].clone(),
             ValueError,
