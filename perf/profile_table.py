@@ -23,12 +23,14 @@ from cute_fa.arch import arch_of_capability
 from cute_fa.config import KernelConfig
 from cute_fa.emulator import DEFAULT_ARCH, EmulatedForward, EmulationError, estimate_seconds
 from cute_fa.kernels.sm80_serial import Sm80Serial
-from cute_fa.ladder import KERNELS, LADDER, Rung
+from cute_fa.ladder import KERNELS, LADDER
 from layouts.access import kernel_paths
 from layouts.banks import report
+from layouts.catalog import ATOM_16B, ATOM_32B, ATOM_64B, SWIZZLE_333
+from layouts.parse import find_layout
 from perf import emulation, results
 from perf.cases import Case, add_case_arguments, cases_from
-from perf.contestants import Contestant, Unavailable, rung_contestant
+from perf.contestants import Contestant, Unavailable, add_rung_arguments, rung_contestant, rungs_from
 from perf.counters import COUNTERS, REST, STALL_MEANINGS, counters_of, metrics_of, named_stalls
 from perf.ncu import (
     MISSING,
@@ -46,6 +48,7 @@ from perf.peers import PEERS
 
 CASE = {"seqlen": [(4096, 4096)], "batch": 1, "causal": False}
 LINES = 5
+HARDWARE_CATALOG = (SWIZZLE_333, ATOM_64B, ATOM_32B, ATOM_16B)  # the catalog's names of layouts.checks.HARDWARE_LAYOUTS
 SAMPLED_TITLE = "The lines at which most samples found a warp stalled, by ncu"
 MAX_EMULATED_SECONDS = 5.0
 _PROFILED = "PROFILED "  # before what the launching process says of those that can't run
@@ -58,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``python -m perf profile``."""
     add_case_arguments(parser)
     parser.set_defaults(**CASE)
-    parser.add_argument(
-        "--kernels", nargs="*", choices=KERNELS, default=list(KERNELS), metavar="NAME", help=f"of {', '.join(KERNELS)}"
-    )
+    add_rung_arguments(parser)
     parser.add_argument(
         "--peers", nargs="*", choices=PEERS, default=list(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}"
     )
@@ -81,16 +82,16 @@ def main(args: argparse.Namespace) -> int:
         several = "choose one head dimension, one length and one mask" if "unpack" in str(error) else error
         progress(f"python -m perf profile: error: {several}")
         return 2
-    rungs = [rung for rung in LADDER if rung.name in args.kernels]
+    rungs = rungs_from(args)
     has_gpu = torch.cuda.is_available()
     arch = arch_of_capability(torch.cuda.get_device_capability()) if has_gpu else None
     profiled: list[dict] = []
     with ThreadPoolExecutor(1) as pool:  # the emulator's work and ncu's take about as long
         emulated = pool.submit(_emulate_all, case, rungs, arch)
         if has_gpu:
-            names = [*(rung.name for rung in rungs), *(name for name in PEERS if name in args.peers)]
+            peers = [PEERS[name] for name in PEERS if name in args.peers]
             try:
-                profiled = profile(case, names, arch, args.clock_control)
+                profiled = profile(case, [*rungs, *peers], arch, args.clock_control)
             except NcuError as error:
                 progress(f"python -m perf profile: error: {error}")
                 return 1
@@ -107,23 +108,28 @@ def main(args: argparse.Namespace) -> int:
         progress("Emulated only; nothing was profiled: no CUDA device is visible to PyTorch.")
         return 0
     document = results.make_document(records, results.device_name(), not wrong)
-    emit(args, document, results.results_path(results.device_name(), "profile" if _is_default(args) else "custom"))
+    emit(args, document, results.results_path(results.device_name(), _file_name(args)))
     if wrong:
         progress(f"{len(wrong)} exact counters differ from their prediction")
     return int(bool(wrong))
 
 
-def _is_default(args) -> bool:
+def _file_name(args) -> str:
+    """The results file: "profile" of everyone, "hopper_layouts" of the last rung in the layouts of the hardware."""
     chosen = {key: getattr(args, key) for key in CASE}
     others = (args.dtype, args.head_dim, args.heads_kv, args.clock_control)
-    everyone = set(args.kernels) == set(KERNELS) and set(args.peers) == set(PEERS)
-    return chosen == CASE and others == ("bf16", [128], None, "none") and everyone
+    if chosen == CASE and others == ("bf16", [128], None, "none"):
+        if set(args.kernels) == set(KERNELS) and set(args.peers) == set(PEERS) and args.layout is None:
+            return "profile"
+        if args.kernels == [LADDER[-1].name] and not args.peers and args.layout == list(HARDWARE_CATALOG):
+            return "hopper_layouts"
+    return "custom"
 
 
 # --- by ncu ------------------------------------------------------------------------------------------------
 
 
-def profile(case: Case, names: list[str], arch: str, clock_control: str = "none") -> list[dict]:
+def profile(case: Case, contestants: list[Contestant], arch: str, clock_control: str = "none") -> list[dict]:
     """A record for each rung and peer: its counters, or the reason why it can't run the case; and a rung's lines.
 
     Raises:
@@ -136,8 +142,9 @@ def profile(case: Case, names: list[str], arch: str, clock_control: str = "none"
     # Only what is launched between the start and the stop of the profiler is looked at.
     options = ["--profile-from-start", "off", "--import-source", "yes", "--section", "SourceCounters"]
     options += ["--metrics", ",".join(metrics_of(available))]
-    argument = json.dumps({"case": case.as_record(), "names": names})
-    progress(f"ncu over {', '.join(names)}")
+    labels = [contestant.label for contestant in contestants]
+    argument = json.dumps({"case": case.as_record(), "labels": labels})
+    progress(f"ncu over {', '.join(labels)}")
     with tempfile.TemporaryDirectory() as directory:
         report_file = Path(directory) / "profile.ncu-rep"
         text = write_report(ncu, report_file, options, ["-m", "perf.profile_table", argument], clock_control)
@@ -146,20 +153,20 @@ def profile(case: Case, names: list[str], arch: str, clock_control: str = "none"
     if said is None:
         raise NcuError(f"the profiled process did not end as it should:\n{text[-2000:]}")
     reasons = json.loads(said.removeprefix(_PROFILED))
-    ran = [name for name in names if name not in reasons]
+    ran = [label for label in labels if label not in reasons]
     calls = dict(zip(ran, split_at_marks(launches, len(ran)), strict=True))
     records = []
-    for name in names:
-        record = {"name": name, "kind": "rung" if name in KERNELS else "peer", **case.as_record()}
-        if name in KERNELS:
-            config = emulation.config_for(case, name, arch)
+    for contestant in contestants:
+        record = {"name": contestant.name, "kind": contestant.kind, **case.as_record()}
+        if contestant.rung is not None:
+            config = emulation.config_for(case, contestant.name, arch, contestant.layout)
             record |= {"layout": config.layout.name, "config": str(config)}
-        if name not in calls:
-            records.append(record | {"reason": reasons[name]})
+        if contestant.label not in calls:
+            records.append(record | {"reason": reasons[contestant.label]})
             continue
-        found = counters_of(calls[name], available)
+        found = counters_of(calls[contestant.label], available)
         records.append(record | found)
-        if name in KERNELS:
+        if contestant.rung is not None:
             records += [record | line for line in sampled_lines(lines, found["kernels"])]
     return records
 
@@ -178,16 +185,15 @@ def sampled_lines(lines: list[SourceLine], kernels: list[str]) -> list[dict]:
     ]  # fmt: skip
 
 
-def launch_all(case: Case, names: list[str]) -> dict[str, str]:
+def launch_all(case: Case, labels: list[str]) -> dict[str, str]:
     """Calls every rung and peer once under the profiler, a mark after each; why those that can't run don't."""
     tensors = case.tensors("cuda")
     reasons = {}
-    for name in names:
-        contestant: Contestant = rung_contestant(KERNELS[name]) if name in KERNELS else PEERS[name]
+    for label in labels:
         try:
-            call = contestant.prepare(case, *tensors)
+            call = labelled(label).prepare(case, *tensors)
         except Unavailable as reason:
-            reasons[name] = str(reason)
+            reasons[label] = str(reason)
             continue
         torch.cuda.synchronize()
         torch.cuda.profiler.start()
@@ -198,23 +204,31 @@ def launch_all(case: Case, names: list[str]) -> dict[str, str]:
     return reasons
 
 
+def labelled(label: str) -> Contestant:
+    """The contestant of a label; its layout, if it has one of its own, must be one that its name says all of."""
+    name, _, layout = label.partition(", ")
+    if name in PEERS:
+        return PEERS[name]
+    return rung_contestant(KERNELS[name], find_layout(layout) if layout else None)
+
+
 # --- predicted ---------------------------------------------------------------------------------------------
 
 
-def _emulate_all(case: Case, rungs: list[Rung], arch: str | None) -> tuple[list[dict], list[dict], list[str]]:
+def _emulate_all(case: Case, rungs: list[Contestant], arch: str | None) -> tuple[list[dict], list[dict], list[str]]:
     """Predictions, source lines, and which rungs can't be emulated, with the reason."""
     compared, lines, notes = [], [], []
     for rung in rungs:
-        progress(f"emulating {rung.name}")
+        progress(f"emulating {rung.label}")
         try:
             compared += compared_records(case, rung, arch)
             lines += line_records(case, rung, arch)
         except (EmulationError, ValueError) as error:
-            notes.append(f"{rung.name} not emulated: {str(error).splitlines()[0]}")
+            notes.append(f"{rung.label} not emulated: {str(error).splitlines()[0]}")
     return compared, lines, notes
 
 
-def compared_records(case: Case, rung: Rung, arch: str | None) -> list[dict]:
+def compared_records(case: Case, rung: Contestant, arch: str | None) -> list[dict]:
     """One record a counter of shared memory: the wavefronts of the emulator, and of the lab.
 
     Raises:
@@ -225,7 +239,7 @@ def compared_records(case: Case, rung: Rung, arch: str | None) -> list[dict]:
     records = []
     for counter, (paths, exact) in emulation.COUNTERS.items():
         ideal, actual = (sum(predicted.get(path, (0, 0))[i] for path in paths) for i in (0, 1))
-        config = emulation.config_for(case, rung.name, arch or DEFAULT_ARCH)
+        config = emulation.config_for(case, rung.name, arch or DEFAULT_ARCH, rung.layout)
         record = {"name": rung.name, "kind": "rung", **case.as_record(), "layout": config.layout.name}
         record |= {"path": " + ".join(paths), "counter": counter, "exact": exact, "ideal": ideal, "predicted": actual}
         if lab is not None:
@@ -236,14 +250,15 @@ def compared_records(case: Case, rung: Rung, arch: str | None) -> list[dict]:
 
 def add_counts(compared: list[dict], profiled: list[dict]) -> None:
     """Puts ncu's wavefronts beside the predicted ones, of the rungs that were profiled."""
-    by_name = {record["name"]: record for record in profiled if "kernels" in record}
+    counted = {(record["name"], record.get("layout")): record for record in profiled if "kernels" in record}
     for record in compared:
         key = next((counter.key for counter in COUNTERS if record["counter"] in counter.metrics), None)
-        if key in by_name.get(record["name"], {}):
-            record["wavefronts"] = round(by_name[record["name"]][key])
+        found = counted.get((record["name"], record["layout"]), {})
+        if key in found:
+            record["wavefronts"] = round(found[key])
 
 
-def predict(case: Case, rung: Rung, arch: str | None = None) -> dict[str, tuple[int, int]]:
+def predict(case: Case, rung: Contestant, arch: str | None = None) -> dict[str, tuple[int, int]]:
     """Path → (ideal, actual) wavefronts of a rung on a case, by the emulator.
 
     A case of some seconds is emulated whole. Of a longer one, if its lengths are whole tiles and nothing is
@@ -255,7 +270,7 @@ def predict(case: Case, rung: Rung, arch: str | None = None) -> dict[str, tuple[
         ValueError: the case is too long, and can't be extrapolated.
     """
     arch = arch or DEFAULT_ARCH
-    config = emulation.config_for(case, rung.name, arch)
+    config = emulation.config_for(case, rung.name, arch, rung.layout)
     if estimate_seconds(config, (case.B, case.S_q, case.H, case.D), case.S_k, case.causal) < MAX_EMULATED_SECONDS:
         return _emulated(case, rung, arch, config)
     if case.causal or case.S_q % config.tile_m or case.S_k % config.tile_n or case.H_kv != case.H:
@@ -284,17 +299,19 @@ def predict(case: Case, rung: Rung, arch: str | None = None) -> dict[str, tuple[
     }
 
 
-def _emulated(case: Case, rung: Rung, arch: str, config: KernelConfig) -> dict[str, tuple[int, int]]:
+def _emulated(case: Case, rung: Contestant, arch: str, config: KernelConfig) -> dict[str, tuple[int, int]]:
     return emulation.emulate_case(case, rung.name, arch, config=config).report.by_path()
 
 
-def lab_wavefronts(case: Case, rung: Rung) -> dict[str, int] | None:
+def lab_wavefronts(case: Case, rung: Contestant) -> dict[str, int] | None:
     """Emulator's path → wavefronts by ``layouts.banks`` alone; None for kernels whose accesses the lab doesn't list.
 
     Also None for what is not whole tiles, or masked: then some accesses are left out.
     """
-    config = rung.config
-    if rung.kernel is not Sm80Serial or case.causal or case.S_q % config.tile_m or case.S_k % config.tile_n:
+    if rung.rung.kernel is not Sm80Serial:
+        return None
+    config = emulation.config_for(case, rung.name, layout=rung.layout)
+    if case.causal or case.S_q % config.tile_m or case.S_k % config.tile_n:
         return None
     ctas, iterations = case.B * case.H * case.S_q // config.tile_m, case.S_k // config.tile_n
     found: Multiset[str] = Multiset()
@@ -304,14 +321,14 @@ def lab_wavefronts(case: Case, rung: Rung) -> dict[str, int] | None:
     return dict(found)
 
 
-def line_records(case: Case, rung: Rung, arch: str | None) -> list[dict]:
+def line_records(case: Case, rung: Contestant, arch: str | None) -> list[dict]:
     """The source lines whose accesses take most wavefronts in one emulated CTA, the costliest first.
 
     Raises:
         EmulationError, ValueError: as ``predict``.
     """
     arch = arch or DEFAULT_ARCH
-    config = emulation.config_for(case, rung.name, arch)
+    config = emulation.config_for(case, rung.name, arch, rung.layout)
     small = replace(case, B=1, H=1, H_kv=1, S_q=config.tile_m, S_k=_LINES_TILES * config.tile_n)
     result: EmulatedForward = emulation.emulate_case(small, rung.name, arch, config=config)
     ideal, actual = Multiset(), Multiset()
@@ -349,22 +366,28 @@ def counter_rows(profiled: list[dict]) -> tuple[list[str], list[list[str]]]:
         for counter in COUNTERS
         if counter.key in keys
     ]
-    return ["", *(record["name"] for record in ran)], rows
+    return ["", *_labels(ran)], rows
+
+
+def _labels(records: list[dict]) -> list[str]:
+    """Names, with the layout where a name occurs twice."""
+    names = Multiset(record["name"] for record in records)
+    return [r["name"] if names[r["name"]] == 1 else f"{r['name']}, {r['layout']}" for r in records]
 
 
 def stall_rows(profiled: list[dict]) -> tuple[list[str], list[list[str]]]:
     """Headers and rows: a contestant a row, a reason a column; below a rung the change since the one before."""
     ran = [record for record in profiled if "stalls" in record]
-    rows, previous = [], None
-    for record in ran:
+    rows, previous, before_label = [], None, None
+    for label, record in zip(_labels(ran), ran, strict=True):
         stalls = named_stalls(record["stalls"])
-        rows.append([record["name"], *(f"{share:.2%}" for share in stalls.values())])
+        rows.append([label, *(f"{share:.2%}" for share in stalls.values())])
         if record["kind"] == "rung":
             if previous is not None:
                 before = named_stalls(previous["stalls"])
                 change = (f"{100 * (share - before[reason]):+.2f}" for reason, share in stalls.items())
-                rows.append([f"{previous['name']} → {record['name']}", *change])
-            previous = record
+                rows.append([f"{before_label} → {label}", *change])
+            previous, before_label = record, label
     return ["", *STALL_MEANINGS, REST], rows
 
 
@@ -437,5 +460,5 @@ def _line_table(lines: list[dict]) -> str:
 
 if __name__ == "__main__":
     _request = json.loads(sys.argv[1])
-    _reasons = launch_all(Case(**_request["case"]), _request["names"])
+    _reasons = launch_all(Case(**_request["case"]), _request["labels"])
     print(_PROFILED + json.dumps(_reasons), flush=True)

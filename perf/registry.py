@@ -42,17 +42,23 @@ class Step:
     needs_gpu: bool = True
 
 
+_HOPPER_LAYOUTS = ("--kernels", "kernel11", "--peers", "--layout", "SWIZZLE_333", "ATOM_64B", "ATOM_32B", "ATOM_16B")
+
 EVIDENCE: tuple[Step, ...] = (
     Step("resources", ("inspect", "--head-dim", "64", "128"), 2, needs_gpu=False),
     Step("timing_bf16", ("time", "--dtype", "bf16"), 2),
     Step("timing_fp16", ("time", "--dtype", "fp16"), 2),
     Step("timing_bf16_d64", ("time", "--dtype", "bf16", "--head-dim", "64"), 2),
+    Step("timing_fp16_d64", ("time", "--dtype", "fp16", "--head-dim", "64"), 2),
+    Step("timing_bf16_d256", ("time", "--dtype", "bf16", "--head-dim", "256"), 2),
+    Step("timing_fp16_d256", ("time", "--dtype", "fp16", "--head-dim", "256"), 2),
     Step("timing_gqa", ("time", "--set", "gqa"), 2),
     Step("timing_decode", ("time", "--set", "decode"), 2),
     Step("host", ("host",), 1.5),
     Step("bank_table", ("banks",), 2),
     Step("emulation", ("emulate",), 2),
     Step("profile", ("profile",), 2),
+    Step("hopper_layouts", ("profile", *_HOPPER_LAYOUTS), 1),
     Step("experiments", ("experiments",), 1.5),
     Step("sanitizer", ("sanitize",), 2),
     Step("tests", ("tests",), 6),

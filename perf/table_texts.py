@@ -231,10 +231,10 @@ def emulation_time_table() -> str:
     return "\n\n".join(blocks) or NOT_MEASURED
 
 
-def counters_table() -> str:
+def counters_table(what: str = "profile") -> str:
     """The counters of a profile, a counter a row and a kernel a column, each with its meaning."""
     blocks = []
-    for document in _documents("profile"):
+    for document in _documents(what):
         profiled = _profiled(document)
         headers, rows = counter_rows(profiled)
         meanings = {counter.label: counter.meaning for counter in COUNTERS}
@@ -373,6 +373,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "timing_bf16": lambda: timing_table("timing_bf16"),
     "timing_fp16": lambda: timing_table("timing_fp16"),
     "timing_bf16_d64": lambda: timing_table("timing_bf16_d64"),
+    "timing_fp16_d64": lambda: timing_table("timing_fp16_d64"),
+    "timing_bf16_d256": lambda: timing_table("timing_bf16_d256"),
+    "timing_fp16_d256": lambda: timing_table("timing_fp16_d256"),
     "timing_gqa": lambda: timing_table("timing_gqa"),
     "decode": decode_table,
     "resources": resources_table,
@@ -382,6 +385,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "emulation": emulation_table,
     "emulation_time": emulation_time_table,
     "counters": counters_table,
+    "hopper_layouts": lambda: counters_table("hopper_layouts"),
     "stalls": stalls_table,
     "stall_meanings": stall_meanings_table,
     "predicted": predicted_table,

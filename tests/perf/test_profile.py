@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from cute_fa.ladder import KERNELS, LADDER
+from layouts.checks import HARDWARE_LAYOUTS
 from perf import counters, emulation, ncu, profile_table, results
 from perf.__main__ import main
 from perf.cases import Case
+from perf.contestants import rung_contestant
 from perf.counters import COUNTERS, REST, STALL_MEANINGS, choose, counters_of, metrics_of, named_stalls, stall_reasons
 from perf.ncu import NcuError
 
@@ -122,19 +124,40 @@ def test_calls_of_rungs_and_peers(fake_ncu, tmp_path):
     mark = row("at::cuda::spin_kernel", 1)
     rows = [row("cute_fa_kernel1_0", 5000), mark, row("flash_main", 1000), row("flash_combine", 500), mark]
     fake_ncu(rows, 'PROFILED {"sdpa_cudnn": "RuntimeError: not here"}')
-    names = ["kernel1", "sdpa_flash", "sdpa_cudnn"]
-    kernel1, *lines, flash, cudnn = profile_table.profile(CASE, names, "sm_90a")
+    contestants = [profile_table.labelled(label) for label in ("kernel1", "sdpa_flash", "sdpa_cudnn")]
+    kernel1, *lines, flash, cudnn = profile_table.profile(CASE, contestants, "sm_90a")
     assert [line["source"] for line in lines] == ["mma.py:86", "mma.py:74"] and lines[0]["name"] == "kernel1"
     assert (kernel1["kind"], kernel1["layout"], kernel1["us"]) == ("rung", "PLAIN", 5.0)
     assert (flash["kind"], flash["kernels"], flash["us"]) == ("peer", ["flash_main", "flash_combine"], 1.5)
     assert cudnn["reason"] == "RuntimeError: not here" and "us" not in cudnn
     arguments = (tmp_path / "arguments").read_text()
     assert "--clock-control none" in arguments and "--profile-from-start off" in arguments
-    profile_table.profile(CASE, names, "sm_90a", "base")
+    profile_table.profile(CASE, contestants, "sm_90a", "base")
     assert "--clock-control base" in (tmp_path / "arguments").read_text()
     headers, rows = profile_table.stall_rows([kernel1, *lines, flash, cudnn])
     assert len(headers) == len(STALL_MEANINGS) + 2 and [row[0] for row in rows] == ["kernel1", "sdpa_flash"]
     assert profile_table.sampled_rows([kernel1, *lines, flash])[1][1][-2:] == ["8,000", "8.00"]
+
+
+def test_one_rung_in_several_layouts(fake_ncu):
+    layouts = [layout.name for layout in profile_table.HARDWARE_CATALOG]
+    mark = row("at::cuda::spin_kernel", 1)
+    rows = [one for us in (1000, 2000, 3000) for one in (row("cute_fa_kernel11_0", us), mark)]
+    fake_ncu(rows, 'PROFILED {"kernel11, ATOM_32B": "ValueError: no"}')
+    contestants = [profile_table.labelled(f"kernel11, {layout}") for layout in layouts]
+    assert [contestant.layout for contestant in contestants] == list(profile_table.HARDWARE_CATALOG)
+    records = [r for r in profile_table.profile(CASE, contestants, "sm_90a") if "samples" not in r]
+    assert [record["layout"] for record in records] == layouts
+    assert [record.get("us") for record in records] == [1.0, 2.0, None, 3.0]
+    headers, _ = profile_table.counter_rows(records)
+    assert headers[1:] == ["kernel11, SWIZZLE_333", "kernel11, ATOM_64B", "kernel11, ATOM_16B"]
+    _, stalls = profile_table.stall_rows(records)
+    assert stalls[2][0] == "kernel11, SWIZZLE_333 → kernel11, ATOM_64B"
+
+
+def test_the_hardware_s_layouts_are_those_of_the_catalog():
+    for named, known in zip(profile_table.HARDWARE_CATALOG, HARDWARE_LAYOUTS, strict=True):
+        assert (named.shape, named.stride, named.swizzle) == (known.shape, known.stride, known.swizzle)
 
 
 def test_changes_are_from_rung_to_rung():
@@ -189,7 +212,8 @@ def test_bad_options(argv, named, capsys):
     assert status == 2 and named in capsys.readouterr().err
 
 
-SERIAL = [rung for rung in LADDER if profile_table.lab_wavefronts(CASE, rung) is not None]
+RUNGS = [rung_contestant(rung) for rung in LADDER]
+SERIAL = [rung for rung in RUNGS if profile_table.lab_wavefronts(CASE, rung) is not None]
 
 
 @pytest.mark.parametrize("rung", SERIAL, ids=lambda rung: rung.name)
@@ -199,7 +223,7 @@ def test_the_extrapolated_emulation_is_the_lab_s_prediction(rung):
 
 
 def test_extrapolation_is_the_emulation_of_the_whole(monkeypatch):
-    case, rung = replace(CASE, S_q=256, S_k=640, H=2, H_kv=2), LADDER[0]
+    case, rung = replace(CASE, S_q=256, S_k=640, H=2, H_kv=2), RUNGS[0]
     whole = profile_table.predict(case, rung)
     monkeypatch.setattr(profile_table, "MAX_EMULATED_SECONDS", 0)
     assert profile_table.predict(case, rung) == whole
@@ -212,19 +236,19 @@ def test_wavefronts_that_are_not_linear_are_not_extrapolated(monkeypatch):
     monkeypatch.setattr(profile_table, "MAX_EMULATED_SECONDS", 0)
     monkeypatch.setattr(profile_table, "_emulated", lambda case, *_: {"ld.shared": (case.S_k**2,) * 2})
     with pytest.raises(ValueError, match="not linear in the number of keys"):
-        profile_table.predict(CASE, LADDER[0])
+        profile_table.predict(CASE, RUNGS[0])
 
 
 def test_compared_records_hold_the_counter_to_the_prediction():
     profiled = {counter.key: 0.0 for counter in COUNTERS}
     paths = emulation.COUNTERS
-    rung = LADDER[1]
+    rung = RUNGS[1]
     predicted = profile_table.predict(SMALL, rung)
     profiled |= {
         f"wavefronts_{op}": float(sum(predicted[path][1] for path in paths[ncu.WAVEFRONTS.format(op)][0]))
         for op in ("ldsm", "ld", "st", "ldgsts")
     }
-    profiled |= {"name": rung.name, "kernels": []}
+    profiled |= {"name": rung.name, "layout": "SWIZZLE_333", "kernels": []}
     records = profile_table.compared_records(SMALL, rung, None)
     profile_table.add_counts(records, [profiled, {"name": "kernel1", "samples": 1}])
     assert len(records) == len(paths) and not emulation.differing(records)
@@ -237,7 +261,7 @@ def test_compared_records_hold_the_counter_to_the_prediction():
 
 @pytest.mark.parametrize("name", ["kernel1", "kernel2"])
 def test_lines_are_those_of_the_kernel_s_source(name):
-    records = profile_table.line_records(CASE, KERNELS[name], None)
+    records = profile_table.line_records(CASE, rung_contestant(KERNELS[name]), None)
     assert 0 < len(records) <= profile_table.LINES
     shares = [record["share"] for record in records]
     assert shares == sorted(shares, reverse=True) and sum(shares) <= 1 + 1e-9
