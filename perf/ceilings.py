@@ -14,7 +14,7 @@ from cute_fa.device.mma import make_tiled_mma
 from perf.cases import DTYPES
 
 MATMUL_SIZE = 8192
-MMA_WARPS, MMA_CTAS_PER_SM, MMA_STEPS = 4, 4, 512
+MMA_WARPS, MMA_CTAS_PER_SM, MMA_STEPS = 4, 4, 2048
 MMA_TILE = (32, 64, 16)  # of a warp: 16 products m16n8k16 that don't wait for each other
 _CUTE_DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 
