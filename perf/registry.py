@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "plots": "perf.plots",
     "tests": "perf.suite",
     "sanitize": "perf.sanitize",
+    "soak": "perf.soak",
     "all": "perf.evidence",
     "tables": "perf.tables",
 }
@@ -60,6 +61,7 @@ EVIDENCE: tuple[Step, ...] = (
     Step("profile", ("profile",), 2),
     Step("hopper_layouts", ("profile", *_HOPPER_LAYOUTS), 1),
     Step("experiments", ("experiments",), 1.5),
+    Step("soak", ("soak",), 3),
     Step("sanitizer", ("sanitize",), 2),
     Step("tests", ("tests",), 6),
 )

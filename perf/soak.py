@@ -1,0 +1,308 @@
+"""Random problems in many processes at once, each against float64: what no list of cases thought of.
+
+Every process draws a few kinds of problems (what a kernel is compiled for) and many problems of each: lengths, batch,
+heads, strides, magnitudes, values of options. A result must be within twice the error that rounding P costs, all else
+exact, and one rounding more; a second call must give the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import random
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+import cute_fa
+from cute_fa.arch import arch_of_capability
+from cute_fa.emulator import DEFAULT_ARCH
+from cute_fa.ladder import select
+from cute_fa.problem import DTYPES, FP8, HEAD_DIMS, AttentionProblem, ScoreOptions, compute_dtype
+from cute_fa.reference import attention_reference
+from cute_fa.varlen import forward_varlen
+from layouts.arguments import positive_int
+from perf import results
+from perf.output import add_output_arguments, emit, plain_table, progress, wants_tables
+
+KINDS = 10  # of problems that a process draws: each is a compilation
+GPU_DEFAULTS = {"problems": 1000, "processes": 10, "longest": 3000}
+CPU_DEFAULTS = {"problems": 20, "processes": 1, "longest": 120}
+RARE = 0.15  # how often an option is on
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``python -m perf soak``."""
+    for name, value in GPU_DEFAULTS.items():
+        parser.add_argument(
+            f"--{name}", type=positive_int, metavar="N", help=f"default: {value}, or without a GPU {CPU_DEFAULTS[name]}"
+        )
+    parser.add_argument("--seed", type=int, default=0, help="of the first process; default: 0")
+    add_output_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """1 if a result was wrong or a process died; without a GPU the emulator runs a few problems."""
+    has_gpu = torch.cuda.is_available()
+    defaults = GPU_DEFAULTS if has_gpu else CPU_DEFAULTS
+    problems, processes, longest = (getattr(args, name) or value for name, value in defaults.items())
+    processes = min(processes, problems)
+    counts = [problems // processes + (i < problems % processes) for i in range(processes)]
+    records = []
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(soak, args.seed + i, count, longest) for i, count in enumerate(counts)]
+        for number, job in enumerate(jobs):
+            record = {"name": f"process {number}", "kind": "soak", "seed": args.seed + number}
+            try:
+                record |= job.result()
+            except BrokenProcessPool as error:
+                record |= {"problems": 0, "failures": [f"the process died: {error}"], "kernels": {}, "seconds": 0.0}
+            records.append(record)
+    failures = [failure for record in records for failure in record["failures"]]
+    if wants_tables(args):
+        rows = [
+            [r["name"], str(r["seed"]), str(r["problems"]), str(len(r["failures"])), f"{r['seconds']:.0f}",
+             ", ".join(f"{name} {count}" for name, count in sorted(r["kernels"].items()))]
+            for r in records
+        ]  # fmt: skip
+        print(plain_table(["", "seed", "problems", "wrong", "s", "kernels"], rows))
+    for failure in failures:
+        progress(f"WRONG: {failure}")
+    if has_gpu:
+        path = results.results_path(results.device_name(), "soak")
+        emit(args, results.make_document(records, results.device_name(), not failures), path)
+    else:
+        progress("Emulated only: no CUDA device is visible to PyTorch.")
+    return int(bool(failures))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kernel is compiled for, and which options are given."""
+
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    options: frozenset[str]
+    packed: bool
+
+    @staticmethod
+    def draw(rng: random.Random) -> Kind:
+        """The usual head dimensions often, each option rarely."""
+        head_dim = rng.choice([64, 64, 128, 128, 256, rng.choice(HEAD_DIMS)])
+        packed = rng.random() < RARE
+        names = ["left", "right", "softcap", "alibi_slopes", "sinks", *([] if packed else ["attn_bias", "mask"])]
+        options = {name for name in names if rng.random() < RARE}
+        if "mask" in options:
+            options.discard("attn_bias")
+        return Kind(
+            dtype=FP8 if rng.random() < RARE else rng.choice(DTYPES),
+            head_dim=head_dim,
+            head_dim_v=rng.choice(HEAD_DIMS) if rng.random() < RARE else head_dim,
+            causal=rng.random() < 0.5,
+            options=frozenset(options),
+            packed=packed,
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call: a kind with extents and what else is drawn. ``lengths`` has (S_q, S_k) of each member."""
+
+    kind: Kind
+    lengths: tuple[tuple[int, int], ...]
+    num_heads: int
+    num_heads_kv: int
+    magnitude: float
+    softmax_scale: float | None
+    strides: str
+    descaled: bool
+    seed: int
+
+    @staticmethod
+    def draw(kind: Kind, rng: random.Random, longest: int) -> Problem:
+        """Short lengths as often as long ones; members of a batch alike unless they are packed."""
+
+        def length(least: int) -> int:
+            return max(least, round(math.exp(rng.uniform(0, math.log(longest)))))
+
+        batch = rng.choice([1, 1, 2, 3])
+        pairs = tuple((length(1), length(1)) for _ in range(batch))
+        if kind.packed:
+            pairs = tuple((rng.choice([0, s_q, s_q]), rng.choice([0, s_k, s_k])) for s_q, s_k in pairs)
+        elif rng.random() < 0.5:
+            pairs = ((pairs[0][0], pairs[0][0]),) * batch
+        else:
+            pairs = pairs[:1] * batch
+        num_heads_kv = rng.choice([1, 2, 3])
+        return Problem(
+            kind, pairs, num_heads_kv * rng.choice([1, 1, 2, 4, 8]), num_heads_kv, rng.choice([0.1, 1.0, 1.0, 4.0]),
+            rng.choice([None, None, 0.02, 0.3]), rng.choice(["plain", "heads first", "sliced"]),
+            kind.dtype == FP8 and rng.random() < 0.7, rng.randrange(2**31),
+        )  # fmt: skip
+
+    def tensor(self, generator: torch.Generator, rows: int, heads: int, head_dim: int) -> torch.Tensor:
+        """Random normal (B, rows, heads, head_dim), packed ones of a batch of one, with the problem's strides."""
+        batch = 1 if self.kind.packed else len(self.lengths)
+        shape = (batch, rows, heads, head_dim)
+        if self.strides == "heads first":
+            shape = (batch, heads, rows, head_dim)
+        elif self.strides == "sliced":
+            shape = (batch, rows, heads + 1, head_dim + 16)
+        values = torch.randn(shape, generator=generator, device=generator.device) * self.magnitude
+        values = (values * (20 if self.descaled else 1)).to(self.kind.dtype)
+        if self.strides == "heads first":
+            return values.transpose(1, 2)
+        return values[:, :, 1:, 16:] if self.strides == "sliced" else values
+
+
+def soak(seed: int, count: int, longest: int) -> dict:
+    """Runs ``count`` problems: how many there were, those that were wrong, how often each kernel was taken."""
+    torch.set_num_threads(1)
+    rng, start = random.Random(seed), time.monotonic()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kinds = [Kind.draw(rng) for _ in range(min(KINDS, count))]
+    failures, kernels, done = [], Counter(), 0
+    for number in range(count):
+        problem = Problem.draw(kinds[number % len(kinds)], rng, longest)
+        try:
+            kernel, wrong = attempt(problem, device)
+        except Exception as error:  # after a fault of the device nothing more can be run
+            failures.append(f"{type(error).__name__}: {str(error)[:500]}: {problem}")
+            break
+        done += 1
+        kernels[kernel] += 1
+        if wrong:
+            failures.append(f"{kernel}, {wrong}: {problem}")
+    return {"problems": done, "failures": failures, "kernels": kernels, "seconds": time.monotonic() - start}
+
+
+def attempt(problem: Problem, device: torch.device) -> tuple[str, str]:
+    """(which kernel was taken, what was wrong with its result or "")."""
+    kind, generator = problem.kind, torch.Generator(device).manual_seed(problem.seed)
+    rows_q, rows_k = (sum(side) if kind.packed else side[0] for side in zip(*problem.lengths, strict=True))
+    q = problem.tensor(generator, rows_q, problem.num_heads, kind.head_dim)
+    k = problem.tensor(generator, rows_k, problem.num_heads_kv, kind.head_dim)
+    v = problem.tensor(generator, rows_k, problem.num_heads_kv, kind.head_dim_v)
+    options = _draw_options(problem, generator)
+    if kind.packed:
+        kernel, call = _packed_call(problem, q, k, v, options)
+    else:
+        kernel, call = _plain_call(problem, q, k, v, options)
+    o, lse = call()
+    for name, result, expected, allowed in _expectations(problem, q, k, v, options, o, lse):
+        error = (result - expected).abs().nan_to_num(torch.inf)
+        error = error.masked_fill(result == expected, 0.0)  # infinities
+        if (error > allowed).any():
+            return kernel, f"{name} is off by {error.max():.3g}, allowed {float(torch.as_tensor(allowed).max()):.3g}"
+    if not all(map(torch.equal, (o, lse), call())):
+        return kernel, "a second call gave other bits"
+    return kernel, ""
+
+
+def _draw_options(problem: Problem, generator: torch.Generator) -> ScoreOptions:
+    kind, device = problem.kind, generator.device
+    batch, (seqlen_q, seqlen_k) = len(problem.lengths), problem.lengths[0]
+    rng = random.Random(problem.seed)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator, device=device)
+
+    def side(name: str) -> int:
+        return rng.choice([0, 1, 17, 64, 300]) if name in kind.options else -1
+
+    found = {"window_size": (side("left"), 0 if kind.causal else side("right"))}
+    if "softcap" in kind.options:
+        found["softcap"] = rng.choice([1.0, 20.0, 50.0])
+    if "alibi_slopes" in kind.options:
+        found["alibi_slopes"] = uniform(*rng.choice([(problem.num_heads,), (batch, problem.num_heads)]))
+    if "sinks" in kind.options:
+        found["sinks"] = uniform(problem.num_heads) * 8 - 4
+    shapes = [(seqlen_q, seqlen_k), (batch, 1, 1, seqlen_k), (batch, problem.num_heads, seqlen_q, seqlen_k)]
+    if "mask" in kind.options:
+        found["attn_bias"] = uniform(*rng.choice(shapes)) < 0.7
+    elif "attn_bias" in kind.options:
+        found["attn_bias"] = uniform(*rng.choice(shapes)) * 4 - 2
+    if problem.descaled:
+        shape = rng.choice([(problem.num_heads_kv,), (batch, problem.num_heads_kv)])
+        found |= {name: uniform(*shape) * 0.08 + 0.01 for name in ("q_descale", "k_descale", "v_descale")}
+    return ScoreOptions(**found)
+
+
+def _plain_call(problem: Problem, q, k, v, options: ScoreOptions):
+    causal, scale = problem.kind.causal, problem.softmax_scale
+    arch = arch_of_capability(torch.cuda.get_device_capability()) if q.is_cuda else DEFAULT_ARCH
+    described = AttentionProblem.from_tensors(q, k, v, causal=causal, return_lse=True, options=options)
+    arguments = {"window_size": options.window_size, "softcap": options.softcap, **options.tensors}
+
+    def call():
+        return cute_fa.forward(q, k, v, causal=causal, softmax_scale=scale, return_lse=True, **arguments)
+
+    return select(described, arch)[0].name, call
+
+
+def _packed_call(problem: Problem, q, k, v, options: ScoreOptions):
+    bounds_q, bounds_k = _bounds(problem, q.device)
+    longest_q, longest_k = (max(side) for side in zip(*problem.lengths, strict=True))
+
+    def call():
+        return forward_varlen(
+            q[0], k[0], v[0], cu_seqlens_q=bounds_q, cu_seqlens_k=bounds_k, max_seqlen_q=longest_q,
+            max_seqlen_k=longest_k, causal=problem.kind.causal, softmax_scale=problem.softmax_scale, options=options,
+        )  # fmt: skip
+
+    return "packed", call
+
+
+def _bounds(problem: Problem, device) -> list[torch.Tensor]:
+    sides = zip(*problem.lengths, strict=True)
+    return [torch.tensor([0, *side], device=device).cumsum(0).to(torch.int32) for side in sides]
+
+
+def _expectations(problem: Problem, q, k, v, options: ScoreOptions, o, lse):
+    """(name, result, expected, allowed) for o and lse, of packed sequences one after the other."""
+    if not problem.kind.packed:
+        yield from _of_batch(problem, q, k, v, options, o, lse)
+        return
+    bounds = [side.tolist() for side in _bounds(problem, "cpu")]
+    for i, ((first_q, end_q), (first_k, end_k)) in enumerate(zip(*map(pairwise, bounds), strict=True)):
+        rows, keys = slice(first_q, end_q), slice(first_k, end_k)
+        own = {
+            name: tensor[i : i + 1] for name, tensor in options.tensors.items() if name != "sinks" and tensor.dim() == 2
+        }
+        member = replace(options, **own)
+        yield from _of_batch(problem, q[:, rows], k[:, keys], v[:, keys], member, o[None, rows], lse[None, :, rows])
+
+
+def _of_batch(problem: Problem, q, k, v, options: ScoreOptions, o, lse):
+    if not o.numel():
+        return
+    dtype, group = compute_dtype(problem.kind.dtype), problem.num_heads // problem.num_heads_kv
+    q = _exact(q, None if options.q_descale is None else options.q_descale.repeat_interleave(group, -1))
+    k, v = _exact(k, options.k_descale), _exact(v, options.v_descale)
+    how = {
+        "causal": problem.kind.causal, "softmax_scale": problem.softmax_scale, "dtype": torch.float64,
+        "window_size": options.window_size, "softcap": options.softcap, "alibi_slopes": options.alibi_slopes,
+        "sinks": options.sinks, "attn_bias": options.attn_bias,
+    }  # fmt: skip
+    expected, expected_lse = attention_reference(q, k, v, **how)
+    rounded = attention_reference(q, k, v, **how, round_probs_to=dtype)[0].to(dtype)
+    allowed = 2 * (rounded - expected).abs().max() + torch.finfo(dtype).eps * expected.abs().max() / 2
+    yield "o", o.double(), expected, allowed
+    finite = expected_lse.nan_to_num(0.0, posinf=0.0, neginf=0.0)
+    yield "lse", lse.double(), expected_lse, 1e-3 + 1e-5 * finite.abs()
+
+
+def _exact(tensor: torch.Tensor, descale: torch.Tensor | None) -> torch.Tensor:
+    """What (B, S, heads, D) stands for, in float64."""
+    values = tensor.double()
+    if descale is None:
+        return values
+    return values * descale.double()[..., None, :, None]
