@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 from cute_fa.api import forward
 from cute_fa.compat.arguments import contiguous_rows, require_bool
 from cute_fa.compat.rotary import rotate
-from cute_fa.problem import VECTOR, AttentionProblem, ScoreOptions, require_int, require_tensor
+from cute_fa.problem import FP8, VECTOR, AttentionProblem, ScoreOptions, require_int, require_tensor
 from cute_fa.varlen import check_pages, forward_varlen, is_on_host
 
 
@@ -93,7 +93,7 @@ def flash_attn_with_kvcache(
     if block_table is not None and known is not None and is_on_host(block_table):
         check_pages(block_table, [length + seqlen_new for length in known], k_cache)
     options = ScoreOptions.of(window_size, softcap, alibi_slopes)
-    options.check(batch, seqlen_q, longest, q.shape[2], q)
+    options.check(batch, seqlen_q, longest, q.shape[2], k_cache.shape[2], q)
     if not is_compiling():
         options.check_memory()
     if rotary_cos is not None or rotary_sin is not None:
@@ -153,6 +153,8 @@ def _places(positions: torch.Tensor, k_cache: torch.Tensor, cache_batch_idx, blo
 def _check_tensors(q, k_cache, v_cache, k, v, causal, softmax_scale, paged: bool) -> None:
     dims = ("batch", "sequence", "heads", "head_dim")
     require_tensor("q", q, dims=dims)
+    if q.dtype == FP8:
+        raise TypeError(f"q must be torch.float16 or torch.bfloat16 beside a cache, got {q.dtype}")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         require_tensor(name, cache, dims=("blocks", "page_size", "heads", "head_dim") if paged else dims)
         head_dim = q.shape[3] if name == "k_cache" else None

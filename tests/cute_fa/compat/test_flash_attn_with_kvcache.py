@@ -245,6 +245,7 @@ def ints(*values):
     "change, exception, match",
     [
         ({"q": lambda a: a[0]}, ValueError, r"q must have 4 dimensions .*got 3"),
+        ({"q": lambda a: a.to(torch.float8_e4m3fn)}, TypeError, r"q must be torch\.float16 or .* beside a cache, got"),
         ({"q": lambda a: a.float()}, TypeError, r"k_cache must be torch\.float32, got torch\.bfloat16|q must be torch"),
         ({"v_cache": lambda a: a[:, :-1]}, ValueError, r"v_cache must have the shape \(4, 96, 2, any\), got \(4, 95"),
         ({"k": lambda a: None}, ValueError, r"k must be given with v, got None"),
