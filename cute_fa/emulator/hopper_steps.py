@@ -339,7 +339,7 @@ def _product(node: Node, rows: RegisterMap, kernel: Kernel):
             elif frame.run.check:
                 _log_reads(frame, group, _chain_units(b_all[group], num_cols, b_transposed), first)
             start = int(begin[group]) * 16
-            np.matmul(a_all[group, :, start:], shared[key][start:], out=products[group])
+            _multiply(a_all[group, :, start:], shared[key][start:], products[group])
         # (WG, w, i, g, j, t, h) → (j, i, h, WG, w, g, t)
         result = products.reshape(groups, 4, 2, 8, num_cols // 8, 4, 2).transpose(4, 2, 6, 0, 1, 3, 5)
         result = result.reshape(num_cols // 2, frame.n)
@@ -351,6 +351,18 @@ def _product(node: Node, rows: RegisterMap, kernel: Kernel):
         file[d_rows] = result.view(np.uint32)
 
     return step
+
+
+def _multiply(a, b, out):
+    """out = a b, in slices of rows so small that BLAS doesn't hand them to threads.
+
+    Its threads wait for each other: where others use the cores, a product of 64 x 128 x 128 took 24 ms instead of
+    40 µs. OpenBLAS takes one thread up to 2**18 multiplications (interface/gemm.c).
+    """
+    rows = 16
+    while rows > 1 and rows * b.size > 1 << 18:
+        rows //= 2
+    np.matmul(a.reshape(-1, rows, a.shape[1]), b, out=out.reshape(-1, rows, out.shape[1]))
 
 
 def _chain_units(descriptors, extent: int, transposed: bool) -> np.ndarray:
