@@ -112,8 +112,8 @@ class Batch:
             instructions = program.kernel.instructions
             self.races = OrderCheck(num_ctas, launch.threads, size, granule, faults, instructions, check)
             self.synchronisation = Synchronisation(self)
-            self.stores = Groups(self.races, num_ctas, self.warps_per_cta, STORES, 1)
-            self.products = Groups(self.races, num_ctas, self.warps_per_cta, PRODUCTS, 4)
+            self.stores = Groups(self.races, num_ctas, self.warps_per_cta, STORES)
+            self.products = Groups(self.races, num_ctas, self.warps_per_cta, PRODUCTS)
         self.copies = AsyncCopies(self, count)
         self.registers = program.registers.allocate(count)
         self.position = np.zeros(count, np.int64)
