@@ -25,6 +25,7 @@ from cute_fa.emulator.report import (
     UnknownInstructionError,
     Wavefronts,
 )
+from cute_fa.emulator.tensor_map import TensorMapArg
 
 __all__ = [
     "DEFAULT_ARCH",
@@ -36,6 +37,7 @@ __all__ = [
     "Fault",
     "PtxSyntaxError",
     "TensorArg",
+    "TensorMapArg",
     "UnknownInstructionError",
     "Wavefronts",
     "emulate",

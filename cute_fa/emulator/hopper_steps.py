@@ -188,9 +188,7 @@ def waiting(instruction, rows: RegisterMap, kernel: Kernel):
         frame.run.registers[1][row, frame.threads] = True
         for chosen in _by_warp(frame, at, parities):
             first = chosen[0]
-            frame.run.synchronisation.wait(
-                frame.threads[chosen], int(at[first]), int(parities[first]), instruction
-            )
+            frame.run.synchronisation.wait(frame.threads[chosen], int(at[first]), int(parities[first]), instruction)
 
     return action
 
@@ -279,7 +277,7 @@ def _product(node: Node, rows: RegisterMap, kernel: Kernel):
     if not match or first.parts[2:4] != ("sync", "aligned") or types[0] != "f32" or not kinds <= set(MMA_ELEMENTS):
         raise _unknown(first)
     to_float32, num_cols = MMA_ELEMENTS[types[1]], int(match[1])
-    accumulator, a, b, scale_d, *flags = first.operands
+    accumulator, a, _, scale_d, *flags = first.operands
     in_registers = isinstance(a, Vec)
     flags = [int(immediate(flag, "u32")) for flag in flags]
     if flags[:2] != [1, 1] or len(flags) != (3 if in_registers else 4) or isinstance(scale_d, Imm):

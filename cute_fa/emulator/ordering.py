@@ -1,10 +1,10 @@
 """The race check of kernels whose warps go separate ways: what has happened before what, by vector clocks.
 
 The agents of a CTA are its warps and what works beside them: the loads that report to one mbarrier, the stores of
-one warp, its part in the products of its warpgroup. Each counts its own steps, and each warp keeps a clock: how many steps of
-every agent are behind it. A warp that arrives at a barrier leaves its clock there and begins a new step; one that
-passes takes over what all those left that it waited for. Waiting for a phase of an mbarrier, for stores or for
-products puts those steps of the agent behind the warp.
+one warp, its part in the products of its warpgroup. Each counts its own steps, and each warp keeps a clock: how
+many steps of every agent are behind it. A warp that arrives at a barrier leaves its clock there and begins a new
+step; one that passes takes over what all those left that it waited for. Waiting for a phase of an mbarrier, for
+stores or for products puts those steps of the agent behind the warp.
 
 Two accesses to the same granule of shared memory race when different agents made them, at least one is a write, and
 the first is not behind the second. What TMA or wgmma reads must also lie behind a proxy fence of the warp that
@@ -169,9 +169,7 @@ class OrderCheck:
 
     def _log(self, kind, instruction, line, detail, count):
         other = self.instructions[int(line)]
-        self.faults.record(
-            kind, (instruction.index, other.index), f"{instruction}\n    {other}", detail, count
-        )
+        self.faults.record(kind, (instruction.index, other.index), f"{instruction}\n    {other}", detail, count)
 
     def _name(self, cta: int, agent: int) -> str:
         return f"{self.names[agent]} of CTA {self.faults.first_cta + cta}"

@@ -98,7 +98,7 @@ def translate(ptx: str) -> Program:
 
 
 def _shared_granule(kernel: Kernel) -> int | None:
-    if not any(is_wait(i) or _is_part_barrier(i, kernel) for i in kernel.instructions):
+    if not any(memory_class(i) == "ordered" or _is_part_barrier(i, kernel) for i in kernel.instructions):
         return None
     sizes = [16]
     for instruction in kernel.instructions:
