@@ -175,6 +175,12 @@ class Sm90WarpSpecialized:
                 f"of shared memory at head dimension {head_dim}; {arch} allows {limit}"
             )
 
+    @classmethod
+    def tma_tiles(cls, static: StaticProblem, config: Sm90Config) -> tuple[TileLayout, ...]:
+        """Where the tiles of Q, K, V and O lie in shared memory, each a box of its tensor map for every atom across."""
+        rows = (wgmma.ROWS, config.tile_n, config.tile_n, wgmma.ROWS)
+        return tuple(require_hardware_layout(config.layout.on(n, static.head_dim)) for n in rows)
+
     def __init__(self, static: StaticProblem, config: Sm90Config):
         head_dim = self.head_dim = static.head_dim
         self.causal = static.causal
@@ -182,8 +188,7 @@ class Sm90WarpSpecialized:
         self.num_consumers = config.tile_m // wgmma.ROWS
         self.buffers_Q = self._buffers_Q(head_dim, config)
         self.o_replaces_q = self._tiles_Q_and_O(head_dim, config) == self.buffers_Q
-        self.layout_Q = require_hardware_layout(config.layout.on(wgmma.ROWS, head_dim))
-        self.layout_KV = require_hardware_layout(config.layout.on(config.tile_n, head_dim))
+        self.layout_Q, self.layout_KV, _, _ = self.tma_tiles(static, config)
 
     @cute.jit
     def __call__(
