@@ -5,8 +5,6 @@ Loads, stores and products are executed when they are issued; what makes them as
 
     D  register 4 j + 2 i + h:  row 16 w + 8 i + g,  column 8 j + 2 t + h
     A  register 2 k + i, half h:  row 16 w + 8 i + g,  column 8 k + 2 t + h
-
-Not checked: registers of a product that are touched before it has been waited for.
 """
 
 from __future__ import annotations

@@ -116,6 +116,16 @@ def test_products_that_nobody_waits_for(what, number, generator):
     assert count(what, ptx) == 4
     report, _ = execute(replaced(what, number, ptx), generator)
     assert "race" in kinds(report) and any("wgmma of warp" in fault.detail for fault in report.faults)
+    # But for one: the output of a masked block is touched behind the next wait, that for the next block's scores.
+    assert ("register before wait" in kinds(report)) == (number != 1)
+
+
+def test_probabilities_that_are_overwritten_too_soon(generator):
+    """A register of P gets its own value again while a product may still read it."""
+    pattern = r"(wgmma\.mma_async[^;]*\}, \{(%r\d+), [^;]*;\s*\})"
+    edited = re.sub(pattern, r"\1\nadd.s32 \2, \2, 0;", compiled(), count=1)
+    report, right = execute(edited, generator)
+    assert right and kinds(report) == {"register before wait"} and "add.s32" in report.faults[0].instruction
 
 
 @pytest.mark.parametrize(
