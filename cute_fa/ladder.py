@@ -10,7 +10,8 @@ from cute_fa.config import KernelConfig, PipelinedConfig, Sm90Config, SplitConfi
 from cute_fa.kernels.sm80_pipelined import Sm80Pipelined
 from cute_fa.kernels.sm80_serial import Sm80Serial
 from cute_fa.kernels.sm80_split_kv import Sm80SplitKV
-from cute_fa.kernels.sm90_warp_specialized import Sm90Overlapped, Sm90WarpSpecialized
+from cute_fa.kernels.sm90_overlapped import Sm90Overlapped
+from cute_fa.kernels.sm90_warp_specialized import Sm90WarpSpecialized
 from cute_fa.problem import GEOMETRY, AttentionProblem, StaticProblem, padded_head_dim
 from layouts import CATALOG, PLAIN, SWIZZLE_333, SmemLayout
 
@@ -120,6 +121,12 @@ _SM90 = Sm90Config(tile_m=128, tile_n=128, num_stages=2, layout=SWIZZLE_333)
 _SM90_TRYING = replace(_SM90, try_first=True)
 _SM90_PERSISTENT = replace(_SM90_TRYING, max_ctas=132)  # the SMs of an H100 SXM and of an H200
 
+
+def _wide_tuned(config: Sm90Config) -> tuple[Tuned, ...]:
+    """As many keys as shared memory has room for, in two stages."""
+    return tuple(Tuned(replace(config, tile_n=tile_n), head_dim) for head_dim, tile_n in ((192, 112), (256, 80)))
+
+
 _SPLIT = SplitConfig(tile_m=16, tile_n=16, num_threads=128, ctas_per_sm=2, layout=SWIZZLE_333, num_stages=2)
 _SPLIT_WIDE = replace(_SPLIT, tile_n=32, ctas_per_sm=1)  # the faster one on an H200, where shared memory has room
 
@@ -193,6 +200,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel8",
         kernel=Sm90WarpSpecialized,
         config=_SM90,
+        tuned=_wide_tuned(_SM90),
         changed="Hopper: TMA loads by a warp of its own, wgmma with P in registers, O stored by TMA. The layout is "
         "the hardware's 128-byte swizzle.",
         **_HOPPER,
@@ -201,6 +209,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel9",
         kernel=Sm90Overlapped,
         config=_SM90,
+        tuned=_wide_tuned(_SM90),
         changed="The next block's scores are issued with this block's output, and two warpgroups take turns at the "
         "tensor cores: softmax runs beside them.",
         **_HOPPER,
@@ -209,6 +218,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel10",
         kernel=Sm90Overlapped,
         config=_SM90_TRYING,
+        tuned=_wide_tuned(_SM90_TRYING),
         changed="Exponentials before the maximum: the sum of a block shows whether one was needed. A fifth fewer "
         "instructions a score, none of them between the scores and their exponentials.",
         **_HOPPER,
@@ -222,7 +232,7 @@ LADDER: tuple[Rung, ...] = (
             # H200 between 1024 and 2048).
             Tuned(replace(_SM90_PERSISTENT, num_stages=3), head_dim=64, causal=True, max_seqlen_q=1024),
             Tuned(replace(_SM90_PERSISTENT, tile_m=192, num_stages=3), head_dim=64),
-            Tuned(replace(_SM90_PERSISTENT, tile_n=80), head_dim=256),
+            *_wide_tuned(_SM90_PERSISTENT),
         ),
         changed="One CTA an SM takes tile after tile, long and short ones balanced, and begins the next before it has "
         "stored the last. Tiles by head dimension.",

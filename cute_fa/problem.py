@@ -27,7 +27,8 @@ def padded_head_dim(head_dim: int) -> int:
 GEOMETRY = {
     "head_dim_v": "a head dimension of v other than that of q and k",
     "packed": "packed sequences (cu_seqlens_q, cu_seqlens_k)",
-    "caches": "keys in a cache or in pages (seqused_k, block_table, cache_batch_idx, leftpad_k)",
+    "caches": "keys in a cache (seqused_k, cache_batch_idx, leftpad_k)",
+    "pages": "keys in pages (block_table)",
 }
 # The int32 tensors that say where sequences lie, in the order in which kernels take them.
 SEQUENCE_TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "cache_batch_idx", "leftpad_k")
@@ -113,7 +114,8 @@ class StaticProblem:
         asked = {
             "head_dim_v": self.head_dim_v != self.head_dim,
             "packed": bool(packed & set(self.sequences)),
-            "caches": bool(set(self.sequences) - packed),
+            "caches": bool(set(self.sequences) - packed - {"block_table"}),
+            "pages": "block_table" in self.sequences,
         }
         return tuple(name for name, is_asked in asked.items() if is_asked)
 

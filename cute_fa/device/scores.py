@@ -68,12 +68,16 @@ class ScoreModifier:
     seqlen_k: cutlass.Int32
 
     @staticmethod
+    def slope_of(features: ScoreFeatures, arguments, batch, head) -> cutlass.Float32 | None:
+        """Reads the slope of a head, as ``slope`` has it."""
+        return arguments.alibi_slopes[batch, head] * LOG2_E if features.alibi else None
+
+    @staticmethod
     def of(
-        features: ScoreFeatures, arguments, scale_log2, batch, head, first_query, seqlen_q, seqlen_k
+        features: ScoreFeatures, arguments, scale_log2, slope, batch, head, first_query, seqlen_q, seqlen_k
     ) -> ScoreModifier:
-        """Reads what is the same for all scores of a head; ``arguments`` may be None if nothing is on."""
+        """That of a head and some of its queries; ``arguments`` may be None if nothing is on."""
         softcap = arguments.softcap * LOG2_E if features.softcap else None
-        slope = arguments.alibi_slopes[batch, head] * LOG2_E if features.alibi else None
         bias = arguments.attn_bias[batch, head, None, None] if features.bias is not None else None
         position = first_query + seqlen_k - seqlen_q
         return ScoreModifier(features, scale_log2, softcap, slope, bias, first_query, position, seqlen_q, seqlen_k)
