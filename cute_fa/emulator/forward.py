@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from cute_fa.compiled import combine_name, get_artifacts, kernel_name
-from cute_fa.config import KernelConfig
+from cute_fa.config import KernelConfig, Sm90Config
 from cute_fa.device.scores import ScoreArguments
 from cute_fa.device.softmax import LOG2_E
 from cute_fa.emulator.launch import TensorArg, emulate
 from cute_fa.emulator.parse import only_entry
 from cute_fa.emulator.report import EmulationError, EmulationReport
+from cute_fa.emulator.tensor_map import TensorMapArg
 from cute_fa.ladder import Rung, select
 from cute_fa.launch import score_arguments
 from cute_fa.problem import NO_OPTIONS, SEQUENCE_TENSORS, AttentionProblem, ScoreOptions, StaticProblem
@@ -152,21 +153,20 @@ def run_forward(
         located = [np.int32(seqlen_q_given), *_sequence_arguments(sequences[1:])]
     num_m_blocks = -(-seqlen_q // config.tile_m)
     _refuse_hours(rung, config, (batch, seqlen_q, num_heads, head_dim), seqlen_k, static.causal, arguments)
-    args = [
-        TensorArg(
-            name,
-            _as_numpy(tensor),
-            dynamic_shape=(0, 1, 2),
-            dynamic_strides=((0, np.int64), (1, np.int32), (2, np.int64)),
-        )
-        for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o))
-    ]
+    named = {name: _as_numpy(tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o))}
+    if hasattr(rung.kernel, "tma_tiles"):
+        args = _tensor_maps(named, rung.kernel.tma_tiles(static, config))
+    else:
+        strides = ((0, np.int64), (1, np.int32), (2, np.int64))
+        args = [TensorArg(name, array, (0, 1, 2), strides) for name, array in named.items()]
     if lse is not None:
         args.append(
             TensorArg("lse", _as_numpy(lse), dynamic_shape=(0, 1, 2), dynamic_strides=((0, np.int64), (1, np.int64)))
         )
     scale = np.float32(softmax_scale) * np.float32(LOG2_E)
     num_ctas, splitting = num_m_blocks * num_heads * batch, []
+    if isinstance(config, Sm90Config) and config.max_ctas is not None:
+        num_ctas = min(num_ctas, config.max_ctas)
     if rung.splits_keys:
         num_heads_kv = k.shape[2]
         num_ctas = rung.kernel.num_ctas(batch, seqlen_q, num_heads, num_heads_kv)
@@ -194,6 +194,20 @@ def run_forward(
             check=check,
         )
     return report
+
+
+def _tensor_maps(arrays: dict[str, np.ndarray], tiles) -> list[TensorMapArg | np.ndarray]:
+    """The parameters of a kernel that loads by TMA: a map for each tensor, then each one's extents (S, H, B).
+
+    A box is as wide as the atom of the tile's layout (``make_tiled_tma_atom`` of the DSL).
+    """
+    maps, extents = [], []
+    for (name, array), tile in zip(arrays.items(), tiles, strict=True):
+        batch, seqlen, heads, _ = array.shape
+        box, bits = (1, 1, tile.tile[0], tile.atom_shape[1]), tile.layout.swizzle.bits
+        maps.append(TensorMapArg(name, array.transpose(0, 2, 1, 3), box, 16 << bits if bits else 0))
+        extents.append(np.array([seqlen, heads, batch], np.int32))
+    return [*maps, *extents]
 
 
 def _score_args(arguments: ScoreArguments | None) -> list[TensorArg | np.generic]:

@@ -12,6 +12,7 @@ from cute_fa.emulator.checks import FaultLog
 from cute_fa.emulator.machine import Batch, Launch
 from cute_fa.emulator.memory import GlobalBuffer, GlobalMemory
 from cute_fa.emulator.report import EmulationError, EmulationReport
+from cute_fa.emulator.tensor_map import BYTES, TensorMapArg
 from cute_fa.emulator.translate import translate
 from cute_fa.emulator.wavefronts import WavefrontCounter
 
@@ -54,7 +55,7 @@ def emulate(
     ptx: str,
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
-    args: Sequence[TensorArg | np.generic],
+    args: Sequence[TensorArg | TensorMapArg | np.ndarray | np.generic],
     shared_bytes: int,
     *,
     check: bool = True,
@@ -66,7 +67,7 @@ def emulate(
         ptx: a module with one entry.
         grid: CTAs in x, y, z.
         block: threads of a CTA in x, y, z; a multiple of 32 in all.
-        args: one for each parameter: tensors, and NumPy scalars of the parameter's own type.
+        args: one for each parameter: tensors, tensor maps, and NumPy scalars or arrays of the parameter's own bytes.
         shared_bytes: dynamic shared memory of a CTA.
         check: count wavefronts and look for uninitialised reads and races. Bounds, alignment and barriers are
             checked always.
@@ -86,6 +87,8 @@ def emulate(
     faults = FaultLog(launch.threads)
     memory = GlobalMemory(faults)
     params = _pack(program.kernel, args, memory)
+    maps = zip(program.kernel.params, args, strict=True)
+    launch.tensor_maps.update({param.offset: arg for param, arg in maps if isinstance(arg, TensorMapArg)})
     counter = WavefrontCounter(launch.threads)
     report = EmulationReport(num_ctas=launch.num_ctas)
     per_batch = max(1, BATCH_THREADS // launch.threads)
@@ -125,6 +128,8 @@ def _pack(kernel, args, memory: GlobalMemory) -> bytes:
             buffer = GlobalBuffer(arg.name, arg.array)
             data = arg.pack(memory.add(buffer) + buffer.first_element)
             name = arg.name
+        elif isinstance(arg, TensorMapArg):
+            data, name = bytes(BYTES), arg.name
         else:
             data, name = arg.tobytes(), repr(arg)
         if len(data) != param.size:

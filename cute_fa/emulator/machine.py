@@ -3,18 +3,25 @@
 Every thread has a block that it will execute next. Of the threads that wait for nothing, those at the
 lowest block run it together; so those that took the shorter way wait for the others where the ways meet.
 A part of a warp does not enter a block with an instruction for the whole warp while others can still join it.
-A thread at a barrier waits until all threads of its CTA that have not exited are at one.
+A thread at a barrier waits until all threads of its CTA that have not exited are at one. Those that wait for
+an mbarrier or for a barrier of some threads stand still until it lets them go (``synchronisation.py``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from cute_fa.emulator.asynchronous import AsyncCopies
 from cute_fa.emulator.checks import Access, FaultLog, RaceCheck
+from cute_fa.emulator.hopper_steps import LOADS, PRODUCTS, STORES, Groups
 from cute_fa.emulator.memory import GlobalMemory, SharedMemory
+from cute_fa.emulator.ordering import OrderCheck, granules_of
+from cute_fa.emulator.registers import PARAM_SPACE
+from cute_fa.emulator.report import EmulationError
+from cute_fa.emulator.synchronisation import Synchronisation
+from cute_fa.emulator.tensor_map import TensorMapArg
 from cute_fa.emulator.translate import Program
 from cute_fa.emulator.wavefronts import WavefrontCounter
 
@@ -28,6 +35,7 @@ class Launch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
+    tensor_maps: dict[int, TensorMapArg] = field(default_factory=dict)  # by place in the block of parameters
 
     @property
     def num_ctas(self) -> int:
@@ -61,6 +69,10 @@ class Frame:
         groups = self.threads.reshape(-1, size)
         return bool((groups[:, 0] % size == 0).all() and (groups[:, -1] - groups[:, 0] == size - 1).all())
 
+    @property
+    def whole_warpgroups(self) -> bool:
+        return self._whole(4 * WARP)
+
     def special(self, name: str) -> np.ndarray:
         """A special register of every thread, (threads,) uint32."""
         return self.run.special(name)[self.threads]
@@ -92,11 +104,21 @@ class Batch:
         size = max(16, -(-launch.shared_bytes // 16) * 16)
         self.shared = SharedMemory(num_ctas, size, faults, check)
         self.shared_base = np.repeat(np.arange(num_ctas) * size, launch.threads)
-        self.races = RaceCheck(num_ctas, launch.threads, size, faults)
+        self.warps_per_cta = launch.threads // WARP
+        granule = program.shared_granule
+        if granule is None:
+            self.races = RaceCheck(num_ctas, launch.threads, size, faults)
+        else:
+            instructions = program.kernel.instructions
+            self.races = OrderCheck(num_ctas, launch.threads, size, granule, faults, instructions, check)
+            self.synchronisation = Synchronisation(self)
+            self.stores = Groups(self.races, num_ctas, self.warps_per_cta, STORES, 1)
+            self.products = Groups(self.races, num_ctas, self.warps_per_cta, PRODUCTS, 4)
         self.copies = AsyncCopies(self, count)
         self.registers = program.registers.allocate(count)
         self.position = np.zeros(count, np.int64)
         self.waiting = np.full(count, -1)  # block of the barrier that a thread waits at
+        self.blocked = np.zeros(count, bool)  # stands still at an mbarrier or a barrier of some threads
         self.syncs = np.zeros(-(-count // WARP), np.int64)
         self.instructions = 0
         self._special: dict[str, np.ndarray] = {}
@@ -109,7 +131,7 @@ class Batch:
         everyone = np.arange(len(self.position))
         whole = Frame(self, everyone, self.registers, whole_batch=True)
         while True:
-            runnable = (self.waiting < 0) & (self.position < end)
+            runnable = (self.waiting < 0) & ~self.blocked & (self.position < end)
             if not runnable.any():
                 if not self._release(end):
                     break
@@ -120,15 +142,24 @@ class Batch:
                 self._run(block, number, whole)
             else:
                 self._run_some(block, number, np.flatnonzero(chosen))
+        if self.blocked.any():
+            self.synchronisation.report_deadlock()
+        elif self.program.shared_granule is not None:
+            self._check_stores()
         self.races.close(np.ones(self.num_ctas, bool))
+
+    def _check_stores(self):
+        for cta, warp in self.stores.unfinished():
+            detail = f"warp {warp} of CTA {self.first_cta + cta} exits without waiting for its stores by TMA"
+            self.faults.record("exit before wait", (cta, warp), "cp.async.bulk.wait_group", detail)
 
     def _choose(self, runnable) -> tuple[int, np.ndarray]:
         """The block to run next, and the threads that run it: the lowest that no part of a warp has to wait at."""
         number = lowest = int(self.position[runnable].min())
         first = chosen = runnable & (self.position == lowest)
-        while self.program.blocks[number].collective:
-            by_warp = chosen.reshape(-1, WARP)
-            if (by_warp.all(axis=1) == by_warp.any(axis=1)).all():
+        while (together := self.program.blocks[number].together) > 1:
+            by_group = chosen.reshape(-1, together) if len(chosen) % together == 0 else chosen.reshape(-1, WARP)
+            if (by_group.all(axis=1) == by_group.any(axis=1)).all():
                 return number, chosen
             later = runnable & (self.position > number)
             if not later.any():
@@ -169,6 +200,8 @@ class Batch:
             self.position[frame.threads] = np.where(taken, target, following)
         else:
             self.position[frame.threads] = following if block.kind == "next" else block.target
+        if block.action is not None:
+            block.action(frame)
 
     # --- barriers ----------------------------------------------------------------------------------------
 
@@ -232,6 +265,51 @@ class Batch:
 
     def wait(self, keep, index, instruction, frame):
         self.copies.wait(keep, frame, index)
+
+    # --- tensor maps -----------------------------------------------------------------------------------------
+
+    def load_box(self, thread: int, address: int, coordinates, to: int, barrier_at: int, instruction):
+        """A load by a tensor map into shared memory, whose bytes an mbarrier counts."""
+        tensor_map, cta, warp, units = self._box(thread, address, to, coordinates, instruction)
+        barrier = self.synchronisation.find(thread, barrier_at, instruction)
+        if units is None or barrier is None:
+            return
+        agent = self.races.agent(LOADS, barrier_at)
+        self.races.write(
+            cta, agent, barrier.phase + 1, self.races.clocks[cta, warp], granules_of(units, 16, self.races.granule),
+            instruction,
+        )  # fmt: skip
+        self.shared.write(units + cta * (self.shared.size // 16), tensor_map.load(coordinates), 16)
+        self.synchronisation.complete_bytes(cta, barrier, agent, tensor_map.num_bytes)
+
+    def store_box(self, thread: int, address: int, coordinates, source: int, instruction):
+        """A store by a tensor map out of shared memory, in the open group of the thread's warp."""
+        tensor_map, cta, warp, units = self._box(thread, address, source, coordinates, instruction)
+        if units is None:
+            return
+        if self.check:
+            self.shared.require_valid(cta, units, instruction, "TMA")
+        agent, step = self.stores.issue(cta, warp)
+        clock = self.races.clocks[cta, warp]
+        self.races.read(cta, agent, step, clock, granules_of(units, 16, self.races.granule), instruction)
+        tensor_map.store(coordinates, self.shared.units(16)[units + cta * (self.shared.size // 16)])
+
+    def _box(self, thread, address, shared_address, coordinates, instruction):
+        """(tensor map, CTA, warp, 16-byte units of the CTA's shared memory or None where they are out of place)."""
+        tensor_map = self.launch.tensor_maps.get(address - PARAM_SPACE)
+        if tensor_map is None or len(coordinates) != tensor_map.array.ndim:
+            what = "no tensor map" if tensor_map is None else f"a tensor map of {tensor_map.array.ndim} dimensions"
+            raise EmulationError(f"{instruction}: its address is that of {what}")
+        cta, warp = divmod(thread // WARP, self.warps_per_cta)
+        kind = "misaligned" if shared_address % 128 else None
+        if not 0 <= shared_address <= self.shared.size - tensor_map.num_bytes:
+            kind = "out of bounds"
+        if kind is None:
+            return tensor_map, cta, warp, tensor_map.units(shared_address)
+        detail = f"a box of {tensor_map.name!r}, {tensor_map.num_bytes} bytes, at shared byte {shared_address} of "
+        detail += f"{self.shared.size}, by {self.faults.name(thread)}"
+        self.faults.record(kind, instruction.index, str(instruction), detail)
+        return tensor_map, cta, warp, None
 
     def _place(self, path, addresses, width, active, verb, instructions, frame):
         units, active = self.shared.place(addresses, width, active, verb, instructions, frame)

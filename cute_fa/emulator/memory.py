@@ -217,6 +217,18 @@ class SharedMemory:
             frame,
         )  # fmt: skip
 
+    def require_valid(self, cta: int, units, instruction, who: str):
+        """Records a read by TMA or wgmma of 16-byte units (of a CTA's own) that nothing wrote."""
+        states = self._states(16)[units + cta * (self.size // 16)]
+        if (states == states.dtype.type(int.from_bytes(bytes([VALID]) * 8, "little"))).all():
+            return
+        never = (np.ascontiguousarray(states).view(np.uint8).reshape(-1, 16) != VALID).any(axis=1)
+        detail = f"shared read by {who} of what nothing wrote, byte {int(units.ravel()[never.argmax()]) * 16}"
+        self.faults.record(
+            "uninitialised read", instruction.index, str(instruction), f"{detail} of CTA {self.faults.first_cta + cta}",
+            int(never.sum()),
+        )  # fmt: skip
+
     def store(self, units, values, width, active, instructions, frame):
         """Stores into units placed by ``place``."""
         if self.check:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from cute_fa.emulator.report import EmulationError
 
 REGISTER_BITS = {"pred": 1, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "b32": 32, "u32": 32, "s32": 32}
 REGISTER_BITS |= {"f32": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64, "f16x2": 32, "b8": 16, "u8": 16, "s8": 16}
+_LONGEST_TEXT = 300  # characters; the accumulator of a wgmma has several hundred
 TYPE_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 
 
@@ -57,6 +58,14 @@ class Mem:
 
 
 @dataclass(frozen=True)
+class MapMem:
+    """[base, {coordinates}]: a box of the tensor whose map lies at ``base``."""
+
+    base: object
+    coordinates: tuple
+
+
+@dataclass(frozen=True)
 class Vec:
     """{a, b, ...}; an element is None where PTX writes the sink ``_``."""
 
@@ -89,7 +98,8 @@ class Instruction:
 
     def __str__(self):
         where = f" ({self.source})" if self.source else ""
-        return f"PTX line {self.line}: {self.text}{where}"
+        text = self.text if len(self.text) <= _LONGEST_TEXT else f"{self.text[:90]} … {self.text[-60:]}"
+        return f"PTX line {self.line}: {text}{where}"
 
 
 @dataclass(frozen=True)
@@ -252,6 +262,8 @@ class _BodyParser:
         self.scopes: list[dict[str, Reg]] = []
         self.ranges: list[tuple[str, int]] = []
         self.scope_count = 0
+        self.scope_numbers: list[int] = []  # of the open scopes, outermost first
+        self.branches: list[tuple[int, list[int]]] = []  # index of each branch, and the scopes it stands in
         self.source = ""
 
     def run(self, text: str, start: int):
@@ -269,9 +281,12 @@ class _BodyParser:
             elif token == "{":
                 self.scopes.append({})
                 self.scope_count += 1
+                self.scope_numbers.append(self.scope_count)
             elif token == "}":
                 self.scopes.pop()
+                self.scope_numbers.pop()
                 if not self.scopes:
+                    self._resolve_branches()
                     return
             elif token != ";":
                 rest, skipped = self._directives(token)
@@ -293,12 +308,27 @@ class _BodyParser:
                 end = token.find("\n")
                 end = len(token) if end < 0 else end
             elif label:
-                self.kernel.labels[label.group(1)] = len(self.kernel.instructions)
+                name = self._label(label.group(1), self.scope_numbers)
+                self.kernel.labels[name] = len(self.kernel.instructions)
                 end = label.end()
             else:
                 return token, skipped
             token = token[end:]
             skipped += end
+
+    @staticmethod
+    def _label(name: str, scope_numbers: list[int]) -> str:
+        """The kernel's name for a label of the innermost scope."""
+        return name if len(scope_numbers) == 1 else f"{name}#{scope_numbers[-1]}"
+
+    def _resolve_branches(self):
+        """Gives branches to labels of inner scopes the kernel's names for them."""
+        instructions, labels = self.kernel.instructions, self.kernel.labels
+        for index, scopes in self.branches:
+            target = instructions[index].operands[0].name
+            candidates = (self._label(target, scopes[:depth]) for depth in range(len(scopes), 0, -1))
+            found = next((name for name in candidates if name in labels), target)
+            instructions[index] = replace(instructions[index], operands=(Symbol(found),))
 
     def _statement(self, text: str, line: int):
         if not text or text.startswith((".pragma", ".loc", ".branchtargets")):
@@ -315,6 +345,8 @@ class _BodyParser:
             raise PtxSyntaxError(f"PTX line {line}: cannot read the directive {text!r}")
         guard = _GUARD.match(text)
         opcode, operands = _OPCODE.match(guard.group(3) if guard else text).groups()
+        if opcode.split(".")[0] == "bra" and len(self.scope_numbers) > 1:
+            self.branches.append((len(self.kernel.instructions), list(self.scope_numbers)))
         self.kernel.instructions.append(
             Instruction(
                 index=len(self.kernel.instructions),
@@ -365,6 +397,9 @@ class _BodyParser:
         if text.startswith("{"):
             return Vec(tuple(self._operand(part, line) for part in _split(text[1:-1])))
         if text.startswith("["):
+            if "{" in text:
+                base, coordinates = _split(text[1:-1])
+                return MapMem(self._operand(base, line), self._operand(coordinates, line).items)
             address = re.match(r"\[\s*([%\w$.]+)\s*(?:([+-])\s*(-?\w+)\s*)?\]$", text)
             if address is None:
                 raise PtxSyntaxError(f"line {line}: cannot read the address {text!r}")

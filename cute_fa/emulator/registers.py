@@ -15,6 +15,7 @@ from cute_fa.emulator.parse import Imm, Instruction, Kernel, Mem, Not, Reg, Spec
 from cute_fa.emulator.report import UnknownInstructionError
 
 ROW_DTYPES = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+PARAM_SPACE = 1 << 61  # generic address of the parameters, where no tensor lies
 SPECIAL = {
     "%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctaid.x", "%ctaid.y", "%ctaid.z",
     "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid", "%warpid", "WARP_SZ",
@@ -72,9 +73,11 @@ def reader(operands: list, kind: str, registers: RegisterMap, kernel: Kernel, wh
     if isinstance(first, Special) and first.name in SPECIAL:
         name = first.name
         return lambda frame: frame.special(name)[None].astype(dtype)
-    if isinstance(first, Symbol) and all(o.name in kernel.shared for o in operands):
-        constant = np.array([[kernel.shared[o.name]] for o in operands], dtype)
-        return lambda frame: constant
+    if isinstance(first, Symbol):
+        addresses = kernel.shared | {p.name: PARAM_SPACE + p.offset for p in kernel.params}
+        if all(o.name in addresses for o in operands):
+            constant = np.array([[addresses[o.name]] for o in operands], dtype)
+            return lambda frame: constant
     raise UnknownInstructionError(f"{what}: the operand {first} is not supported")
 
 

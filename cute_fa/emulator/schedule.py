@@ -2,8 +2,8 @@
 
 One NumPy call costs microseconds however little it does, so the emulator executes many instructions of
 one kind in one call. Inside a basic block the instructions form a graph of dependences (through registers
-and memory); the schedule walks it, taking each time all that are ready of one kind. A chain of mma.sync
-that accumulates into the same registers becomes one matrix product.
+and memory); the schedule walks it, taking each time all that are ready of one kind. A chain of mma.sync or
+of wgmma that accumulates into the same registers becomes one matrix product.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cute_fa.emulator.parse import Imm, Instruction, Kernel, Mem, Not, Reg, Special, Symbol, Vec
+from cute_fa.emulator.parse import Imm, Instruction, Kernel, MapMem, Mem, Not, Reg, Special, Symbol, Vec
 from cute_fa.emulator.report import UnknownInstructionError
 
 WITHOUT_RESULT = {"st", "red", "cp", "bar", "barrier", "bra", "ret", "exit", "stmatrix", "prefetch", "fence"}
 WITHOUT_RESULT |= {"membar", "griddepcontrol", "trap", "brkpt", "nanosleep", "setmaxnreg", "pmevent"}
+WITHOUT_RESULT |= {"mbarrier.init", "mbarrier.inval", "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group"}
 TERMINATORS = {"bra", "ret", "exit", "trap"}
 
 
 @dataclass
 class Node:
-    """One instruction, or a chain of mma.sync, within a block."""
+    """One instruction, or a chain of mma.sync or wgmma, within a block."""
 
     instructions: list[Instruction]
     key: tuple
@@ -57,6 +58,15 @@ def is_warp_sync(instruction: Instruction) -> bool:
     return "sync" in parts and not is_barrier(instruction)
 
 
+def is_wait(instruction: Instruction) -> bool:
+    """Whether its threads may stand still until others have done something."""
+    return instruction.parts[:2] == ("mbarrier", "try_wait")
+
+
+def _ends_block(instruction: Instruction) -> bool:
+    return instruction.parts[0] in TERMINATORS or is_barrier(instruction) or is_wait(instruction)
+
+
 def split_blocks(kernel: Kernel) -> list[Block]:
     """The basic blocks of a kernel in program order, scheduled.
 
@@ -71,7 +81,7 @@ def split_blocks(kernel: Kernel) -> list[Block]:
             if label not in kernel.labels:
                 raise UnknownInstructionError(f"{instruction}: no label {label!r}")
             starts.add(kernel.labels[label])
-        if instruction.parts[0] in TERMINATORS or is_barrier(instruction):
+        if _ends_block(instruction):
             starts.add(instruction.index + 1)
     bounds = sorted(start for start in starts if start < len(instructions))
     uses = _count_registers(instructions)
@@ -79,7 +89,7 @@ def split_blocks(kernel: Kernel) -> list[Block]:
     for start, end in zip(bounds, [*bounds[1:], len(instructions)], strict=True):
         body = instructions[start:end]
         last = body[-1]
-        ends = last.parts[0] in TERMINATORS or is_barrier(last)
+        ends = _ends_block(last)
         blocks.append(_schedule_block(start, body[:-1] if ends else body, last if ends else None, uses))
     return blocks
 
@@ -99,17 +109,28 @@ def registers(operand) -> list[Reg]:
         return registers(operand.base)
     if isinstance(operand, Vec):
         return [r for item in operand.items for r in registers(item)]
+    if isinstance(operand, MapMem):
+        return [r for item in (operand.base, *operand.coordinates) for r in registers(item)]
     return []
 
 
 def roles(instruction: Instruction) -> tuple[list[Reg], list[Reg]]:
     """(registers written, registers read); a guarded instruction also reads what it may leave alone."""
     operands = list(instruction.operands)
-    defs = [] if instruction.parts[0] in WITHOUT_RESULT or not operands else registers(operands.pop(0))
+    defs = registers(operands.pop(0)) if operands and _has_result(instruction) else []
     uses = [r for operand in operands for r in registers(operand)]
+    if instruction.parts[0] == "wgmma":
+        uses += defs
     if instruction.guard:
         uses += [instruction.guard, *defs]
     return defs, uses
+
+
+def _has_result(instruction: Instruction) -> bool:
+    parts = instruction.parts
+    if is_barrier(instruction):
+        return "red" in parts
+    return parts[0] not in WITHOUT_RESULT and ".".join(parts[:2]) not in WITHOUT_RESULT
 
 
 def _count_registers(instructions):
@@ -134,6 +155,7 @@ def _make_nodes(body, counts) -> tuple[list[Node], int]:
     nodes: list[Node] = []
     versions: dict[Reg, int] = defaultdict(int)
     open_chains: dict[tuple, tuple[Node, dict]] = {}
+    products = _OpenProducts()
     syncs = 0
     for instruction in body:
         syncs += is_warp_sync(instruction)
@@ -156,12 +178,59 @@ def _make_nodes(body, counts) -> tuple[list[Node], int]:
             seen = seen | {r: versions[r] for r in uses if r not in accumulator or node.instructions[0] is instruction}
             open_chains[tuple(defs)] = node, seen
             node.key = ("mma", instruction.opcode, tuple(i.operands[1] for i in node.instructions))
+        elif is_product(instruction):
+            node = products.extend(instruction, defs, uses)
+            if node is None:
+                node = Node([instruction], ("wgmma", instruction.index), defs, uses, syncs, "ordered")
+                products.start(node)
+            else:
+                nodes.remove(node)
         else:
             node = Node([instruction], group_key(instruction), defs, uses, syncs, memory_class(instruction))
         for register in defs:
             versions[register] += 1
+        products.see(node)
         nodes.append(node)
     return nodes, syncs
+
+
+class _OpenProducts:
+    """The latest chain of wgmma.mma_async into one accumulator that another one can still join."""
+
+    def __init__(self):
+        self.chain: Node | None = None
+
+    def start(self, node: Node):
+        self.chain = node
+
+    def extend(self, instruction: Instruction, defs: list[Reg], uses: list[Reg]) -> Node | None:
+        """The chain with the instruction behind it, or None when it can't join."""
+        chain = self.chain
+        joins = chain is not None and chain.defs == defs and chain.instructions[0].opcode == instruction.opcode
+        if not joins or instruction.guard is not None or not _alike(chain.instructions[0], instruction):
+            return None
+        chain.instructions.append(instruction)
+        chain.uses = list(dict.fromkeys([*chain.uses, *uses]))
+        return chain
+
+    def see(self, node: Node):
+        """Closes the chain when ``node`` stands in the way of moving it behind itself."""
+        chain = self.chain
+        if chain is None or node is chain:
+            return
+        touched = set(chain.defs) & {*node.defs, *node.uses} or set(chain.uses) & set(node.defs)
+        if node.memory or touched:
+            self.chain = None
+
+
+def is_product(instruction: Instruction) -> bool:
+    return instruction.parts[:2] == ("wgmma", "mma_async")
+
+
+def _alike(one: Instruction, other: Instruction) -> bool:
+    """Whether two products differ in the registers of their operands alone."""
+    pairs = zip(one.operands[1:], other.operands[1:], strict=False)
+    return all(a == b if isinstance(a, Imm) else type(a) is type(b) for a, b in pairs)
 
 
 def group_key(instruction: Instruction) -> tuple:
@@ -179,6 +248,8 @@ def _shape(operand):
         return tuple(_shape(item) for item in operand.items)
     if isinstance(operand, Mem):
         return "mem", _shape(operand.base)
+    if isinstance(operand, MapMem):
+        return "map", _shape(operand.base), tuple(_shape(item) for item in operand.coordinates)
     if isinstance(operand, Special):
         return operand.name
     if isinstance(operand, Symbol):
@@ -187,8 +258,14 @@ def _shape(operand):
 
 
 def memory_class(instruction: Instruction) -> str:
-    """What an instruction does to memory: read or write, shared or global; or a step of cp.async; or ""."""
+    """What an instruction does to memory: read or write, shared or global; or a step of cp.async; or "".
+
+    "ordered" is what keeps its place among all of these: copies by tensor maps, mbarriers, wgmma, proxy fences.
+    """
     parts = instruction.parts
+    bulk = parts[0] == "cp" and "bulk" in parts and "prefetch" not in parts
+    if bulk or parts[0] in ("mbarrier", "wgmma") or parts[:2] == ("fence", "proxy"):
+        return "ordered"
     if parts[0] == "cp":
         return {"commit_group": "commit", "wait_group": "wait", "wait_all": "wait"}.get(parts[2], "copy")
     if parts[0] in ("ldmatrix", "stmatrix"):
@@ -202,6 +279,8 @@ def memory_class(instruction: Instruction) -> str:
 def _may_swap(one: str, other: str) -> bool:
     if not one or not other:
         return True
+    if "ordered" in (one, other):
+        return False
     if "commit" in (one, other):
         return not {one, other} <= {"commit", "copy", "wait"}
     asynchronous = {"copy", "wait"}

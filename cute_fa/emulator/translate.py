@@ -9,18 +9,18 @@ from functools import lru_cache
 
 import numpy as np
 
-from cute_fa.emulator import memory_steps, warp_steps
-from cute_fa.emulator.alu import Alu, alu, pack, unpack
+from cute_fa.emulator import hopper_steps, memory_steps, warp_steps
+from cute_fa.emulator.alu import DTYPES, Alu, alu, pack, unpack
 from cute_fa.emulator.parse import Imm, Instruction, Kernel, Mem, Reg, Vec, parse
 from cute_fa.emulator.registers import RegisterMap, guard_reader, reader, writer
 from cute_fa.emulator.report import UnknownInstructionError
-from cute_fa.emulator.schedule import Node, is_barrier, split_blocks
+from cute_fa.emulator.schedule import Node, is_barrier, is_product, is_wait, memory_class, roles, split_blocks
 
 _NOTHING = {"prefetch", "fence", "membar", "griddepcontrol", "nanosleep", "setmaxnreg", "pmevent"}
 _WHOLE_BARRIERS = {"bar.sync", "bar.cta.sync", "barrier.sync", "barrier.sync.aligned", "barrier.cta.sync"}
 _WHOLE_BARRIERS.add("barrier.cta.sync.aligned")
 _MEMORY = {"ld", "st", "red", "cp"}
-_WARP = {"ldmatrix", "stmatrix", "mma", "shfl", "vote", "activemask", "bar", "barrier", "elect"}
+_WARP = {"ldmatrix", "stmatrix", "mma", "shfl", "vote", "activemask", "bar", "barrier"}
 
 
 @dataclass
@@ -29,7 +29,9 @@ class TranslatedBlock:
 
     Attributes:
         steps: called with a frame, in order.
-        kind: how it ends: "next", "branch", "exit" or "barrier".
+        kind: how it ends: "next", "branch", "exit" or "barrier" (of the whole CTA).
+        action: called with the frame at the end; may make threads stand still at the block behind.
+        together: threads that have to enter it together where they can: 32 of a warp, 128 of a warpgroup, or 1.
         condition: gives the booleans of the threads that take the branch (or exit); None when all do.
         target: block of the branch.
         touched: rows read or written, by width: what a frame of some threads copies in.
@@ -43,22 +45,24 @@ class TranslatedBlock:
     target: int
     num_syncs: int
     num_instructions: int
+    action: Callable | None = None
+    together: int = 1
     touched: dict[int, np.ndarray] = field(default_factory=dict)
     written: dict[int, np.ndarray] = field(default_factory=dict)
-
-    @property
-    def collective(self) -> bool:
-        """Whether something in it is for whole warps."""
-        return self.num_syncs > 0 or self.kind == "barrier"
 
 
 @dataclass
 class Program:
-    """A kernel ready to run."""
+    """A kernel ready to run.
+
+    ``shared_granule`` is the fewest bytes of shared memory that an instruction accesses where warps go separate ways
+    (``ordering.py``), and None where they meet at barriers of the whole CTA alone.
+    """
 
     kernel: Kernel
     blocks: list[TranslatedBlock]
     registers: RegisterMap
+    shared_granule: int | None = None
 
 
 @lru_cache(maxsize=32)
@@ -81,21 +85,46 @@ def translate(ptx: str) -> Program:
     translated = []
     for block in blocks:
         steps = [step for group in block.groups if (step := _step(group, rows, kernel)) is not None]
-        kind, condition, target = _ending(block.terminator, rows, kernel, block_of, len(blocks))
+        kind, condition, target, action = _ending(block.terminator, rows, kernel, block_of, len(blocks))
         result = TranslatedBlock(
-            steps, kind, block.terminator, condition, target, block.num_syncs, block.num_instructions
+            steps, kind, block.terminator, condition, target, block.num_syncs, block.num_instructions, action
         )
+        if block.num_syncs > 0 or (block.terminator is not None and is_barrier(block.terminator)):
+            products = any(is_product(node.instructions[0]) for group in block.groups for node in group)
+            result.together = hopper_steps.WARPGROUP if products else warp_steps.WARP
         _set_rows(result, block, rows)
         translated.append(result)
-    return Program(kernel, translated, rows)
+    return Program(kernel, translated, rows, _shared_granule(kernel))
+
+
+def _shared_granule(kernel: Kernel) -> int | None:
+    if not any(is_wait(i) or _is_part_barrier(i, kernel) for i in kernel.instructions):
+        return None
+    sizes = [16]
+    for instruction in kernel.instructions:
+        if memory_class(instruction).endswith(" shared") and "matrix" not in instruction.parts[0]:
+            value = instruction.operands[1 if instruction.parts[0] == "st" else 0]
+            items = len(value.items) if isinstance(value, Vec) else 1
+            sizes.append(np.dtype(DTYPES[instruction.parts[-1]]).itemsize * items)
+    return min(sizes)
+
+
+def _is_part_barrier(instruction: Instruction, kernel: Kernel) -> bool:
+    """Whether it is a barrier of the threads that it counts, not of the CTA."""
+    if not is_barrier(instruction):
+        return False
+    count = instruction.operands[1] if len(instruction.operands) > 1 else None
+    threads = math.prod(kernel.block) if kernel.block else None
+    whole = count is None or (isinstance(count, Imm) and count.value == threads)
+    return not (whole and instruction.opcode in _WHOLE_BARRIERS)
 
 
 def _set_rows(result: TranslatedBlock, block, rows: RegisterMap):
     nodes = [node for group in block.groups for node in group]
     written = {r for node in nodes for r in node.defs}
     touched = written | {r for node in nodes for r in node.uses}
-    if block.terminator is not None and block.terminator.guard is not None:
-        touched.add(block.terminator.guard)
+    if block.terminator is not None:  # what its action writes goes past the frame
+        touched.update(roles(block.terminator)[1])
     for into, chosen in ((result.touched, touched), (result.written, written)):
         for bits in {r.bits for r in chosen}:
             into[bits] = np.array(sorted(rows.row(r) for r in chosen if r.bits == bits))
@@ -103,20 +132,21 @@ def _set_rows(result: TranslatedBlock, block, rows: RegisterMap):
 
 def _ending(terminator, rows, kernel, block_of, end):
     if terminator is None:
-        return "next", None, 0
+        return "next", None, 0, None
+    if is_wait(terminator):
+        return "next", None, 0, hopper_steps.waiting(terminator, rows, kernel)
     condition = guard_reader([terminator], rows)
     name = terminator.parts[0]
     if name == "bra":
         label = kernel.labels[terminator.operands[0].name]
-        return "branch", condition, block_of.get(label, end)
+        return "branch", condition, block_of.get(label, end), None
     if name in ("ret", "exit"):
-        return "exit", condition, end
-    if is_barrier(terminator) and condition is None and terminator.opcode in _WHOLE_BARRIERS:
-        count = terminator.operands[1] if len(terminator.operands) > 1 else None
-        threads = math.prod(kernel.block) if kernel.block else None
-        if count is not None and (not isinstance(count, Imm) or count.value != threads):
-            raise UnknownInstructionError(f"{terminator}: a barrier of a part of the CTA is not known to the emulator")
-        return "barrier", None, 0
+        return "exit", condition, end, None
+    if is_barrier(terminator):
+        if _is_part_barrier(terminator, kernel):
+            return "next", None, 0, hopper_steps.meeting(terminator, rows, kernel)
+        if condition is None:
+            return "barrier", None, 0, None
     raise UnknownInstructionError(f"{terminator}: not known to the emulator")
 
 
@@ -124,8 +154,12 @@ def _step(group: list[Node], rows: RegisterMap, kernel: Kernel):
     first = group[0].instructions[0]
     name = first.parts[0]
     instructions = [node.instructions[0] for node in group]
+    if memory_class(first) == "ordered":
+        return hopper_steps.build(group, rows, kernel)
     if name in _NOTHING or (name == "cp" and "prefetch" in first.parts):
         return None
+    if name == "elect":
+        return hopper_steps.elect(group, rows)
     if name == "mma":
         return warp_steps.mma(group, rows)
     if name in _WARP:

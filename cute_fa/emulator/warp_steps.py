@@ -48,9 +48,6 @@ def require_whole_warps(frame, instruction):
 
 # --- mma ---------------------------------------------------------------------------------------------------
 
-_MMA_ELEMENTS = {"f16": np.float16, "bf16": None}
-
-
 def mma(group: list[Node], rows: RegisterMap):
     """One matrix product for all chains of mma.sync that share their A operands.
 
@@ -66,9 +63,9 @@ def mma(group: list[Node], rows: RegisterMap):
     shape, types = parts[3] if len(parts) > 3 else "", parts[-4:]
     known = parts[:3] == ("mma", "sync", "aligned") and shape in ("m16n8k16", "m16n8k8") and first.guard is None
     known = known and "row" in parts and "col" in parts and types[0] == types[3] == "f32"
-    if not known or types[1] != types[2] or types[1] not in _MMA_ELEMENTS:
+    if not known or types[1] != types[2] or types[1] not in MMA_ELEMENTS:
         raise UnknownInstructionError(f"{first}: {first.opcode!r} is not known to the emulator")
-    to_float32 = _half_to_float if types[1] == "f16" else _bf16_to_float
+    to_float32 = MMA_ELEMENTS[types[1]]
     k_registers = 2 if shape == "m16n8k16" else 1  # of B; A has twice as many
     a_rows = np.array([[rows.row(r) for r in i.operands[1].items] for i in chain])
     b_rows = np.array([[[rows.row(r) for r in i.operands[2].items] for i in n.instructions] for n in group])
@@ -123,6 +120,9 @@ def _bf16_to_float(halves):
 
 def _half_to_float(halves):
     return np.ascontiguousarray(halves).view(np.float16).astype(np.float32)
+
+
+MMA_ELEMENTS = {"f16": _half_to_float, "bf16": _bf16_to_float}  # operands of products → fp32
 
 
 # --- ldmatrix, stmatrix ------------------------------------------------------------------------------------
