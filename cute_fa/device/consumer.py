@@ -50,7 +50,7 @@ class Consumer:
         index = cute.arch.make_warp_uniform(thread // wgmma.THREADS) - 1
         tidx = thread % wgmma.THREADS
         mma_S, mma_O = wgmma.make_scores_mma(dtype, tile_n), wgmma.make_output_mma(dtype, vo.size)
-        group_S, group_O = mma_S.get_slice(0), mma_O.get_slice(0)
+        group_S = mma_S.get_slice(0)
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
         # As a product with all columns of the tile has V: fewer need no other descriptor.
         whole_V = wgmma.make_output_mma(dtype, vo.padded).get_slice(0)
@@ -72,7 +72,7 @@ class Consumer:
             tOrVt=whole_V.make_fragment_B(whole_V.partition_B(sVt)),
             sV=sV,
             acc_S_shape=acc_S_shape,
-            acc_O=cute.make_rmem_tensor(group_O.partition_shape_C((wgmma.ROWS, vo.size)), cutlass.Float32),
+            acc_O=wgmma.make_accumulator(vo.size),
             tOrP=tOrP,
             rP=rP,
             cS=wgmma.acc_as_rows(cS),

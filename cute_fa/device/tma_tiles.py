@@ -78,7 +78,7 @@ def clear_rows(tile: cute.Tensor, first_row, thread, num_threads: cutlass.Conste
     vectors, zeros = _vectors(tile), cute.make_rmem_tensor(_VECTOR, tile.element_type)
     zeros.fill(0.0)
     store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), tile.element_type, num_bits_per_copy=128)
-    num_rows, per_row = vectors.shape[1]
+    num_rows, per_row = cute.size(tile, mode=[0]), cute.size(tile, mode=[1]) // _VECTOR
     for i in cutlass.range(first_row * per_row + thread, num_rows * per_row, num_threads, unroll=1):
         target = vectors[None, (i // per_row, i % per_row)]
         cute.copy(store, cute.make_tensor(zeros.iterator, cute.make_layout(target.shape)), target)

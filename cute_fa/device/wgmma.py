@@ -30,6 +30,11 @@ def make_output_mma(dtype, head_dim: int) -> cute.TiledMma:
     )
 
 
+def make_accumulator(num_cols: int) -> cute.Tensor:
+    """Registers for a product (64, num_cols), shaped as ``partition_shape_C`` does but for 8 columns."""
+    return cute.make_rmem_tensor(((2, 2, num_cols // 8), 1, 1), cutlass.Float32)
+
+
 def acc_as_rows(acc: cute.Tensor) -> cute.Tensor:
     """An accumulator ((2, 2, N / 8), 1, 1) seen as (row, col): the thread's own rows and columns.
 
