@@ -38,10 +38,10 @@ class Consumer:
     softmax: LazySoftmax
 
     @staticmethod
-    def create(buffers, rings, tile_n: int, qk, vo, softmax: LazySoftmax) -> Consumer:
+    def create(buffers, rings, tile_n: int, qk, vo, scale_log2, no_key: float) -> Consumer:
         """Partitions shared memory, (sQ, sK, sV) of tiles (rows, cols, tile), for the warpgroup of this thread.
 
-        ``qk`` and ``vo`` are the two head dimensions (``HeadDim``).
+        ``qk`` and ``vo`` are the two head dimensions (``HeadDim``); ``scale_log2`` and ``no_key`` are the softmax's.
         """
         sQ, sK, sV = buffers
         ring_Q, ring_K, ring_V = rings
@@ -76,7 +76,7 @@ class Consumer:
             tOrP=tOrP,
             rP=rP,
             cS=wgmma.acc_as_rows(cS),
-            softmax=softmax,
+            softmax=LazySoftmax.create(scale_log2, no_key),
         )
 
     def issue_scores(self, q_number, number) -> cute.Tensor:

@@ -189,9 +189,7 @@ def waiting(instruction, rows: RegisterMap, kernel: Kernel):
         frame.run.registers[1][row, frame.threads] = True
         for chosen in _by_warp(frame, at, parities):
             first = chosen[0]
-            frame.run.synchronisation.wait(
-                frame.threads[chosen], int(at[first]), int(parities[first]), instruction
-            )
+            frame.run.synchronisation.wait(frame.threads[chosen], int(at[first]), int(parities[first]), instruction)
 
     return action
 

@@ -165,9 +165,7 @@ class OrderCheck:
 
     def _log(self, kind, instruction, line, detail, count):
         other = self.instructions[int(line)]
-        self.faults.record(
-            kind, (instruction.index, other.index), f"{instruction}\n    {other}", detail, count
-        )
+        self.faults.record(kind, (instruction.index, other.index), f"{instruction}\n    {other}", detail, count)
 
     def _name(self, cta: int, agent: int) -> str:
         return f"{self.names[agent]} of CTA {self.faults.first_cta + cta}"

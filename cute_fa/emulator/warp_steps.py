@@ -48,6 +48,7 @@ def require_whole_warps(frame, instruction):
 
 # --- mma ---------------------------------------------------------------------------------------------------
 
+
 def mma(group: list[Node], rows: RegisterMap):
     """One matrix product for all chains of mma.sync that share their A operands.
 

@@ -243,8 +243,8 @@ class Sm90WarpSpecialized:
         else:
             cute.arch.setmaxregister_increase(registers_consumer)
             scale = cutlass.Float32(1.0) if self.features.scales else scale_log2
-            softmax = LazySoftmax.create(scale, NO_KEY if self.features.options else -cutlass.Float32.inf)
-            consumer = Consumer.create(buffers, rings, config.tile_n, self.qk, self.vo, softmax)
+            no_key = NO_KEY if self.features.options else -cutlass.Float32.inf
+            consumer = Consumer.create(buffers, rings, config.tile_n, self.qk, self.vo, scale, no_key)
             output = (tma_atoms[3], mO, rows_O, mLSE, sO)
             if cutlass.const_expr(self.packs_queries):
                 # CTAs are launched as if all were as long as the longest member: some may have nothing to do.
