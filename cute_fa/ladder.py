@@ -19,17 +19,20 @@ from layouts import CATALOG, PLAIN, SWIZZLE_333, SmemLayout
 @dataclass(frozen=True)
 class Tuned:
     """A configuration for some problems: a head dimension (the larger one, rounded up to a multiple of 64), a mask or
-    None for both, a most of queries or None."""
+    None for both, a most of queries or None, and whether the problem is ``plain`` (no score option, no lengths of
+    members' own) or None for both."""
 
     config: KernelConfig | Sm90Config
     head_dim: int
     causal: bool | None = None
     max_seqlen_q: int | None = None
+    plain: bool | None = None
 
-    def serves(self, head_dim: int, causal: bool, seqlen_q: int | None) -> bool:
+    def serves(self, head_dim: int, causal: bool, seqlen_q: int | None, plain: bool) -> bool:
         """Whether it is meant for a problem; ``seqlen_q`` None is one of many queries."""
         many = self.max_seqlen_q is not None and (seqlen_q is None or seqlen_q > self.max_seqlen_q)
-        return padded_head_dim(head_dim) == self.head_dim and self.causal in (None, causal) and not many
+        fits = self.causal in (None, causal) and self.plain in (None, plain)
+        return padded_head_dim(head_dim) == self.head_dim and fits and not many
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,15 @@ class Rung:
         return self.min_arch <= capability and (self.max_arch is None or capability <= self.max_arch)
 
     def config_for(
-        self, head_dim: int, causal: bool = False, seqlen_q: int | None = None, layout: SmemLayout | None = None
+        self,
+        head_dim: int,
+        causal: bool = False,
+        seqlen_q: int | None = None,
+        layout: SmemLayout | None = None,
+        plain: bool = True,
     ) -> KernelConfig | Sm90Config:
         """The configuration for a problem (of many queries if ``seqlen_q`` is None), with the caller's layout."""
-        served = (tuned.config for tuned in self.tuned if tuned.serves(head_dim, causal, seqlen_q))
+        served = (tuned.config for tuned in self.tuned if tuned.serves(head_dim, causal, seqlen_q, plain))
         config = next(served, self.config)
         return config if layout is None else replace(config, layout=layout)
 
@@ -228,6 +236,8 @@ LADDER: tuple[Rung, ...] = (
         kernel=Sm90Overlapped,
         config=_SM90_PERSISTENT,
         tuned=(
+            # Three consumers have too few registers for more than that.
+            Tuned(replace(_SM90_PERSISTENT, num_stages=3), head_dim=64, plain=False),
             # Under a mask a tile of 192 rows wastes more, which few keys don't make up for (crossover measured on an
             # H200 between 1024 and 2048).
             Tuned(replace(_SM90_PERSISTENT, num_stages=3), head_dim=64, causal=True, max_seqlen_q=1024),

@@ -108,6 +108,11 @@ class StaticProblem:
         return max(self.head_dim, self.head_dim_v)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether there is no score option, and no member of a length of its own."""
+        return not self.features.options and not self.sequences
+
+    @property
     def geometry(self) -> tuple[str, ...]:
         """What it asks of a kernel besides a batch of equal lengths and head dimensions: keys of ``GEOMETRY``."""
         packed = {"cu_seqlens_q", "cu_seqlens_k"}
