@@ -10,7 +10,8 @@ from cute_fa.config import KernelConfig, PipelinedConfig, Sm90Config, SplitConfi
 from cute_fa.kernels.sm80_pipelined import Sm80Pipelined
 from cute_fa.kernels.sm80_serial import Sm80Serial
 from cute_fa.kernels.sm80_split_kv import Sm80SplitKV
-from cute_fa.kernels.sm90_warp_specialized import Sm90Overlapped, Sm90WarpSpecialized
+from cute_fa.kernels.sm90_overlapped import Sm90Overlapped
+from cute_fa.kernels.sm90_warp_specialized import Sm90WarpSpecialized
 from cute_fa.problem import GEOMETRY, AttentionProblem, StaticProblem, padded_head_dim
 from layouts import CATALOG, PLAIN, SWIZZLE_333, SmemLayout
 
@@ -18,17 +19,20 @@ from layouts import CATALOG, PLAIN, SWIZZLE_333, SmemLayout
 @dataclass(frozen=True)
 class Tuned:
     """A configuration for some problems: a head dimension (the larger one, rounded up to a multiple of 64), a mask or
-    None for both, a most of queries or None."""
+    None for both, a most of queries or None, and whether the problem is ``plain`` (no score option, no lengths of
+    members' own) or None for both."""
 
     config: KernelConfig | Sm90Config
     head_dim: int
     causal: bool | None = None
     max_seqlen_q: int | None = None
+    plain: bool | None = None
 
-    def serves(self, head_dim: int, causal: bool, seqlen_q: int | None) -> bool:
+    def serves(self, head_dim: int, causal: bool, seqlen_q: int | None, plain: bool) -> bool:
         """Whether it is meant for a problem; ``seqlen_q`` None is one of many queries."""
         many = self.max_seqlen_q is not None and (seqlen_q is None or seqlen_q > self.max_seqlen_q)
-        return padded_head_dim(head_dim) == self.head_dim and self.causal in (None, causal) and not many
+        fits = self.causal in (None, causal) and self.plain in (None, plain)
+        return padded_head_dim(head_dim) == self.head_dim and fits and not many
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,15 @@ class Rung:
         return self.min_arch <= capability and (self.max_arch is None or capability <= self.max_arch)
 
     def config_for(
-        self, head_dim: int, causal: bool = False, seqlen_q: int | None = None, layout: SmemLayout | None = None
+        self,
+        head_dim: int,
+        causal: bool = False,
+        seqlen_q: int | None = None,
+        layout: SmemLayout | None = None,
+        plain: bool = True,
     ) -> KernelConfig | Sm90Config:
         """The configuration for a problem (of many queries if ``seqlen_q`` is None), with the caller's layout."""
-        served = (tuned.config for tuned in self.tuned if tuned.serves(head_dim, causal, seqlen_q))
+        served = (tuned.config for tuned in self.tuned if tuned.serves(head_dim, causal, seqlen_q, plain))
         config = next(served, self.config)
         return config if layout is None else replace(config, layout=layout)
 
@@ -119,6 +128,12 @@ _HOPPER = {"min_arch": (9, 0), "max_arch": (9, 9)}
 _SM90 = Sm90Config(tile_m=128, tile_n=128, num_stages=2, layout=SWIZZLE_333)
 _SM90_TRYING = replace(_SM90, try_first=True)
 _SM90_PERSISTENT = replace(_SM90_TRYING, max_ctas=132)  # the SMs of an H100 SXM and of an H200
+
+
+def _wide_tuned(config: Sm90Config) -> tuple[Tuned, ...]:
+    """As many keys as shared memory has room for, in two stages."""
+    return tuple(Tuned(replace(config, tile_n=tile_n), head_dim) for head_dim, tile_n in ((192, 112), (256, 80)))
+
 
 _SPLIT = SplitConfig(tile_m=16, tile_n=16, num_threads=128, ctas_per_sm=2, layout=SWIZZLE_333, num_stages=2)
 _SPLIT_WIDE = replace(_SPLIT, tile_n=32, ctas_per_sm=1)  # the faster one on an H200, where shared memory has room
@@ -193,6 +208,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel8",
         kernel=Sm90WarpSpecialized,
         config=_SM90,
+        tuned=_wide_tuned(_SM90),
         changed="Hopper: TMA loads by a warp of its own, wgmma with P in registers, O stored by TMA. The layout is "
         "the hardware's 128-byte swizzle.",
         **_HOPPER,
@@ -201,6 +217,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel9",
         kernel=Sm90Overlapped,
         config=_SM90,
+        tuned=_wide_tuned(_SM90),
         changed="The next block's scores are issued with this block's output, and two warpgroups take turns at the "
         "tensor cores: softmax runs beside them.",
         **_HOPPER,
@@ -209,6 +226,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel10",
         kernel=Sm90Overlapped,
         config=_SM90_TRYING,
+        tuned=_wide_tuned(_SM90_TRYING),
         changed="Exponentials before the maximum: the sum of a block shows whether one was needed. A fifth fewer "
         "instructions a score, none of them between the scores and their exponentials.",
         **_HOPPER,
@@ -218,11 +236,13 @@ LADDER: tuple[Rung, ...] = (
         kernel=Sm90Overlapped,
         config=_SM90_PERSISTENT,
         tuned=(
+            # Three consumers have too few registers for more than that.
+            Tuned(replace(_SM90_PERSISTENT, num_stages=3), head_dim=64, plain=False),
             # Under a mask a tile of 192 rows wastes more, which few keys don't make up for (crossover measured on an
             # H200 between 1024 and 2048).
             Tuned(replace(_SM90_PERSISTENT, num_stages=3), head_dim=64, causal=True, max_seqlen_q=1024),
             Tuned(replace(_SM90_PERSISTENT, tile_m=192, num_stages=3), head_dim=64),
-            Tuned(replace(_SM90_PERSISTENT, tile_n=80), head_dim=256),
+            *_wide_tuned(_SM90_PERSISTENT),
         ),
         changed="One CTA an SM takes tile after tile, long and short ones balanced, and begins the next before it has "
         "stored the last. Tiles by head dimension.",

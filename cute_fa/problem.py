@@ -41,7 +41,8 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 GEOMETRY = {
     "head_dim_v": "a head dimension of v other than that of q and k",
     "packed": "packed sequences (cu_seqlens_q, cu_seqlens_k)",
-    "caches": "keys in a cache or in pages (seqused_k, block_table, cache_batch_idx, leftpad_k)",
+    "caches": "keys in a cache (seqused_k, cache_batch_idx, leftpad_k)",
+    "pages": "keys in pages (block_table)",
 }
 # The int32 tensors that say where sequences lie, in the order in which kernels take them.
 SEQUENCE_TENSORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "cache_batch_idx", "leftpad_k")
@@ -79,8 +80,8 @@ class ScoreFeatures:
 
     @property
     def scales(self) -> bool:
-        """Whether scores are scaled before the softmax, since something follows their scale."""
-        return self.softcap or self.alibi or (self.bias is not None and not self.is_mask)
+        """Whether scores are scaled before the softmax, since something follows their scale, or heads differ."""
+        return self.softcap or self.alibi or self.descales or (self.bias is not None and not self.is_mask)
 
     @property
     def options(self) -> frozenset[str]:
@@ -124,13 +125,19 @@ class StaticProblem:
         return max(self.head_dim, self.head_dim_v)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether there is no score option, and no member of a length of its own."""
+        return not self.features.options and not self.sequences
+
+    @property
     def geometry(self) -> tuple[str, ...]:
         """What it asks of a kernel besides a batch of equal lengths and head dimensions: keys of ``GEOMETRY``."""
         packed = {"cu_seqlens_q", "cu_seqlens_k"}
         asked = {
             "head_dim_v": self.head_dim_v != self.head_dim,
             "packed": bool(packed & set(self.sequences)),
-            "caches": bool(set(self.sequences) - packed),
+            "caches": bool(set(self.sequences) - packed - {"block_table"}),
+            "pages": "block_table" in self.sequences,
         }
         return tuple(name for name, is_asked in asked.items() if is_asked)
 

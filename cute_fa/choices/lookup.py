@@ -46,7 +46,8 @@ def choose(rung: Rung, problem: AttentionProblem, arch: str, layout: SmemLayout 
     head_dim = padded_head_dim(static.widest_head_dim)
     preferences = dict(rung.preferences).get(head_dim)
     if preferences is None:
-        return Choice(rung.config_for(head_dim, problem.causal, problem.seqlen_q, layout), OWN)
+        config = rung.config_for(head_dim, problem.causal, problem.seqlen_q, layout, static.is_plain)
+        return Choice(config, OWN)
     for source, path in _files(problem.device, arch):
         choices = read_choices(path)
         found = nearest(choices, rung.name, arch, head_dim, problem.causal, problem.seqlen_k)

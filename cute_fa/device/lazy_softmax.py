@@ -13,12 +13,13 @@ by the present reference and looks at the sums alone; only where they are too la
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 
-from cute_fa.device.softmax import LN_2, quad_reduce
+from cute_fa.device.softmax import finish_row, quad_reduce
 from cute_fa.device.wgmma import acc_as_rows
 
 THRESHOLD = 10.0  # probabilities stay below 2**10; fp16 holds 2**15
@@ -44,28 +45,30 @@ def _add(one, other):
 class LazySoftmax:
     """State of the two rows that a thread shares with the three others of its quad, in fp32.
 
-    ``offset`` is c times the reference, a former maximum of the raw scores, and -inf before the first visible
-    key; ``row_sum`` is this thread's own part of the sum of exp2(c * s - offset).
+    ``offset`` is c times the reference, a former maximum of the raw scores, and ``no_key`` before the first visible
+    key; ``row_sum`` is this thread's own part of the sum of exp2(c * s - offset). ``no_key`` is -inf or ``NO_KEY``,
+    with which a tile that hides all keys from a row need not be done again.
     """
 
     scale_log2: cutlass.Float32
+    no_key: float
     offset: cute.Tensor
     row_sum: cute.Tensor
 
     @staticmethod
-    def create(scale_log2: cutlass.Float32) -> LazySoftmax:
+    def create(scale_log2: cutlass.Float32, no_key: float) -> LazySoftmax:
         """Registers for the state."""
         offset, row_sum = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(2))
-        return LazySoftmax(scale_log2, offset, row_sum)
+        return LazySoftmax(scale_log2, no_key, offset, row_sum)
 
     def reset(self):
         """Before the first key."""
-        self.offset.fill(-cutlass.Float32.inf)
+        self.offset.fill(self.no_key)
         self.row_sum.fill(0.0)
 
     def copy(self) -> LazySoftmax:
         """The present state in other registers."""
-        copy = LazySoftmax.create(self.scale_log2)
+        copy = LazySoftmax.create(self.scale_log2, self.no_key)
         copy.offset.store(self.offset.load())
         copy.row_sum.store(self.row_sum.load())
         return copy
@@ -87,7 +90,9 @@ class LazySoftmax:
             # Before the first key this is inf > THRESHOLD, and NaN, which isn't, if there is still none.
             offset = row_max if row_max - before > THRESHOLD else before
             self.offset[r] = offset
-            finite = 0.0 if offset == -cutlass.Float32.inf else offset  # -inf - (-inf) would be NaN
+            finite = offset
+            if cutlass.const_expr(math.isinf(self.no_key)):
+                finite = 0.0 if offset == -cutlass.Float32.inf else offset  # -inf - (-inf) would be NaN
             rescale[r] = cute.math.exp2(before - finite, fastmath=True)
             self._exponentiate(scores, r, finite)
             self.row_sum[r] = self.row_sum[r] * rescale[r] + _reduce_row(scores, r, _add)
@@ -108,16 +113,15 @@ class LazySoftmax:
         return not (sums[0] <= bound and sums[1] <= bound)
 
     @cute.jit
-    def finish(self, acc_O: cute.Tensor) -> cute.Tensor:
+    def finish(self, acc_O: cute.Tensor, sink, output_factor) -> cute.Tensor:
         """Divides O by the row sums; returns the natural log-sum-exp of each row.
 
-        A row that saw no key gets output 0 and log-sum-exp -inf.
+        A row that saw no key gets output 0 and log-sum-exp -inf. A ``sink``, a logit in powers of two, is one more
+        term of every row's sum; it needs a finite ``no_key``. O is multiplied by ``output_factor``. Both may be None.
         """
         output = acc_as_rows(acc_O)
         lse = cute.make_rmem_tensor(2, cutlass.Float32)
         for r in cutlass.range_constexpr(2):
-            row_sum = quad_reduce(self.row_sum[r], _add)
-            inverse = 0.0 if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
+            inverse, lse[r] = finish_row(self.offset[r], quad_reduce(self.row_sum[r], _add), sink, output_factor)
             output[r, None] = output[r, None].load() * inverse
-            lse[r] = (self.offset[r] + cute.math.log2(row_sum, fastmath=True)) * LN_2
         return lse

@@ -51,7 +51,7 @@ class ScoreModifier:
 
     Args:
         features: what is on; the other values are None for what is not.
-        scale_log2: softmax_scale * log2(e).
+        scale_log2: softmax_scale * log2(e), times the head's factor if it has one.
         softcap: in powers of two.
         slope: ALiBi's, in powers of two a key.
         bias: (S_q, S_k) of the head.
@@ -71,15 +71,22 @@ class ScoreModifier:
     seqlen_k: cutlass.Int32
 
     @staticmethod
+    def slope_of(features: ScoreFeatures, arguments, batch, head) -> cutlass.Float32 | None:
+        """Reads the slope of a head, as ``slope`` has it."""
+        return arguments.alibi_slopes[batch, head] * LOG2_E if features.alibi else None
+
+    @staticmethod
+    def scale_of(features: ScoreFeatures, arguments, scale_log2, batch, head) -> cutlass.Float32:
+        """``scale_log2``, with the head's own factor if it has one."""
+        return scale_log2 * arguments.score_factors[batch, head] if features.descales else scale_log2
+
+    @staticmethod
     def of(
-        features: ScoreFeatures, arguments, scale_log2, batch, head, first_query, seqlen_q, seqlen_k
+        features: ScoreFeatures, arguments, scale_log2, slope, batch, head, first_query, seqlen_q, seqlen_k
     ) -> ScoreModifier:
-        """Reads what is the same for all scores of a head; ``arguments`` may be None if nothing is on."""
+        """That of a head and some of its queries; ``arguments`` may be None if nothing is on."""
         softcap = arguments.softcap * LOG2_E if features.softcap else None
-        slope = arguments.alibi_slopes[batch, head] * LOG2_E if features.alibi else None
         bias = arguments.attn_bias[batch, head, None, None] if features.bias is not None else None
-        if features.descales:
-            scale_log2 = scale_log2 * arguments.score_factors[batch, head]
         position = first_query + seqlen_k - seqlen_q
         return ScoreModifier(features, scale_log2, softcap, slope, bias, first_query, position, seqlen_q, seqlen_k)
 

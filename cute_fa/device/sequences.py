@@ -27,18 +27,24 @@ class SequenceTensors(NamedTuple):
     leftpad_k: cute.Tensor | None
 
 
-def batch_and_longest(mQ: cute.Tensor, sequences):
-    """(members, the most queries that one has), which a grid is made for."""
+def batch_and_longest(shape_q: tuple, sequences):
+    """(members, the most queries that one has), which a grid is made for, of a tensor Q (B or 1, S_q, ...)."""
     if cutlass.const_expr(sequences is None):
-        return mQ.shape[0], mQ.shape[1]
+        return shape_q[0], shape_q[1]
     tensors = SequenceTensors(*sequences)
     if cutlass.const_expr(tensors.cu_seqlens_q is None):
-        return mQ.shape[0], mQ.shape[1]
+        return shape_q[0], shape_q[1]
     return tensors.cu_seqlens_q.shape[0] - 1, tensors.max_seqlen_q
 
 
 def _between(value, least, most):
     return cutlass.min(cutlass.max(value, least), most)
+
+
+def packed_rows(cu_seqlens: cute.Tensor, index, num_rows):
+    """(first row, number of rows) of member ``index`` among ``num_rows`` packed ones."""
+    first = _between(cu_seqlens[index], 0, num_rows)
+    return first, _between(cu_seqlens[index + 1], first, num_rows) - first
 
 
 @dataclass(frozen=True)
@@ -54,22 +60,22 @@ class Member:
     pages: cute.Tensor | None
 
     @staticmethod
-    def find(index, mQ: cute.Tensor, mK: cute.Tensor, sequences) -> Member:
-        """Member ``index`` of tensors Q (B or 1, S_q, H, D) and K (B, 1 or pages, S_k, H_kv, D)."""
+    def find(index, shape_q: tuple, shape_k: tuple, sequences) -> Member:
+        """Member ``index`` of tensors Q (B or 1, S_q, ...) and K (B, 1 or pages, S_k, ...), of these shapes."""
         if cutlass.const_expr(sequences is None):
-            return Member(index, None, mQ.shape[1], index, None, mK.shape[1], None)
+            return Member(index, None, shape_q[1], index, None, shape_k[1], None)
         tensors = SequenceTensors(*sequences)
-        batch_q, first_q, seqlen_q = index, None, mQ.shape[1]
+        batch_q, first_q, seqlen_q = index, None, shape_q[1]
         if cutlass.const_expr(tensors.cu_seqlens_q is not None):
-            first_q = _between(tensors.cu_seqlens_q[index], 0, mQ.shape[1])
-            batch_q, seqlen_q = 0, _between(tensors.cu_seqlens_q[index + 1], first_q, mQ.shape[1]) - first_q
+            batch_q = 0
+            first_q, seqlen_q = packed_rows(tensors.cu_seqlens_q, index, shape_q[1])
 
-        batch_k, pages, capacity = index, None, mK.shape[1]
+        batch_k, pages, capacity = index, None, shape_k[1]
         if cutlass.const_expr(tensors.block_table is not None):
             pages = tensors.block_table[index, None]
             batch_k, capacity = 0, capacity * tensors.block_table.shape[1]
         if cutlass.const_expr(tensors.cache_batch_idx is not None):
-            batch_k = _between(tensors.cache_batch_idx[index], 0, mK.shape[0] - 1)
+            batch_k = _between(tensors.cache_batch_idx[index], 0, shape_k[0] - 1)
         start, end = 0, capacity
         if cutlass.const_expr(tensors.cu_seqlens_k is not None):
             start, end = tensors.cu_seqlens_k[index], tensors.cu_seqlens_k[index + 1]

@@ -40,6 +40,26 @@ def thread_row_max(acc_S: cute.Tensor) -> cute.Tensor:
     return row_max
 
 
+@cute.jit
+def finish_row(row_ref, row_sum, sink, output_factor):
+    """(what a row of O is to be multiplied by, its natural log-sum-exp) of the sum of exp2(c * s - row_ref).
+
+    A ``sink`` that isn't None, a logit in powers of two, is one more term of the sum. O is multiplied by
+    ``output_factor`` besides, if that isn't None.
+    """
+    factor, scaled_by = None, row_ref
+    if cutlass.const_expr(sink is not None):
+        row_ref = cute.arch.fmax(row_ref, sink)
+        factor = cute.math.exp2(scaled_by - row_ref, fastmath=True)
+        row_sum = row_sum * factor + cute.math.exp2(sink - row_ref, fastmath=True)
+    inverse = 0.0 if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
+    if cutlass.const_expr(sink is not None):
+        inverse = inverse * factor
+    if cutlass.const_expr(output_factor is not None):
+        inverse = inverse * output_factor
+    return inverse, (row_ref + cute.math.log2(row_sum, fastmath=True)) * LN_2
+
+
 @dataclass(frozen=True)
 class OnlineSoftmax:
     """Running reference and sum of each row, in fp32.
@@ -106,17 +126,7 @@ class OnlineSoftmax:
         output = acc_as_rows(acc_O)
         lse = cute.make_rmem_tensor(cute.size(self.row_ref), cutlass.Float32)
         for r in cutlass.range_constexpr(cute.size(self.row_ref)):
-            row_ref, row_sum = self.row_ref[r], quad_reduce(self.row_sum[r], lambda x, y: x + y)
-            factor = None
-            if cutlass.const_expr(sink is not None):
-                row_ref = cute.arch.fmax(row_ref, sink)
-                factor = cute.math.exp2(self.row_ref[r] - row_ref, fastmath=True)
-                row_sum = row_sum * factor + cute.math.exp2(sink - row_ref, fastmath=True)
-            inverse = 0.0 if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
-            if cutlass.const_expr(sink is not None):
-                inverse = inverse * factor
-            if cutlass.const_expr(output_factor is not None):
-                inverse = inverse * output_factor
+            row_sum = quad_reduce(self.row_sum[r], lambda x, y: x + y)
+            inverse, lse[r] = finish_row(self.row_ref[r], row_sum, sink, output_factor)
             output[r, None] = output[r, None].load() * inverse
-            lse[r] = (row_ref + cute.math.log2(row_sum, fastmath=True)) * LN_2
         return lse

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 ROWS = 64  # rows that a warpgroup computes
 THREADS = 128  # threads of a warpgroup
@@ -28,6 +28,11 @@ def make_output_mma(dtype, head_dim: int) -> cute.TiledMma:
             dtype, cutlass.Float32, (ROWS, head_dim, 16), source, OperandMajorMode.K, OperandMajorMode.MN
         )
     )
+
+
+def make_accumulator(num_cols: int) -> cute.Tensor:
+    """Registers for a product (64, num_cols), shaped as ``partition_shape_C`` does but for 8 columns."""
+    return cute.make_rmem_tensor(((2, 2, num_cols // 8), 1, 1), cutlass.Float32)
 
 
 def acc_as_rows(acc: cute.Tensor) -> cute.Tensor:
@@ -55,13 +60,16 @@ def probs_as_operand_a(acc_shape, dtype) -> tuple[cute.Tensor, cute.Tensor]:
     return operand_a, in_acc_order
 
 
-def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: bool):
-    """Issues acc = A B^T, or acc += A B^T, as one group; does not wait."""
+def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, num_k: int, accumulate: bool):
+    """Issues acc = A B^T, or acc += A B^T, over ``num_k`` steps of 16, as one group; does not wait.
+
+    B may have more columns than the product.
+    """
     warpgroup.fence()
     # The atom carries the accumulate bit; a fresh one, since a value set in one branch can't be used in another.
     atom = cute.make_mma_atom(tiled_mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for k in range(cute.size(a, mode=[2])):
+    for k in range(num_k):
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
@@ -75,3 +83,21 @@ def any_thread(condition, barrier_id) -> cutlass.Boolean:
         read_only_args=[cutlass.Int32(condition), cutlass.Int32(barrier_id)],
     )
     return votes != 0
+
+
+def store_accumulator(acc: cute.Tensor, tile: cute.Tensor, tidx):
+    """Rounds an accumulator (64, N) to the type of a tile in shared memory and stores it there, by stmatrix.
+
+    The tile may be wider; of its columns behind N eight at most are written.
+    """
+    dtype = tile.element_type
+    pairs = -(-acc.shape[0][2] // 2)  # of groups of eight columns, as stmatrix.x4 takes them
+    rounded = cute.make_rmem_tensor(((2, 2, 2), 1, pairs), dtype)
+    if acc.shape[0][2] % 2:
+        rounded.fill(0.0)
+    cute.make_tensor(rounded.iterator, acc.layout).store(acc.load().to(dtype))
+    stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
+    thr_store = cute.make_tiled_copy_C(stmatrix, make_output_mma(dtype, 16)).get_slice(tidx)
+    source, target = thr_store.retile(rounded), thr_store.partition_D(tile)
+    for i in range(pairs):
+        cute.copy(stmatrix, source[None, None, i], target[None, None, i])

@@ -156,11 +156,12 @@ def run_forward(
     num_m_blocks = -(-seqlen_q // config.tile_m)
     _refuse_hours(rung, config, (batch, seqlen_q, num_heads, head_dim), seqlen_k, static.causal, arguments)
     named = {name: _as_numpy(tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o))}
+    strides = ((0, np.int64), (1, np.int32), (2, np.int64))
+    args = [TensorArg(name, array, (0, 1, 2), strides) for name, array in named.items()]
     if hasattr(rung.kernel, "tma_tiles"):
-        args = _tensor_maps(named, rung.kernel.tma_tiles(static, config))
-    else:
-        strides = ((0, np.int64), (1, np.int32), (2, np.int64))
-        args = [TensorArg(name, array, (0, 1, 2), strides) for name, array in named.items()]
+        # Where a member of packed queries ends, O is stored without TMA.
+        without_maps = args[3:] if "cu_seqlens_q" in static.sequences else []
+        args = _tensor_maps(named, rung.kernel.tma_tiles(static, config)) + without_maps
     if lse is not None:
         args.append(
             TensorArg("lse", _as_numpy(lse), dynamic_shape=(0, 1, 2), dynamic_strides=((0, np.int64), (1, np.int64)))

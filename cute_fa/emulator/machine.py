@@ -300,7 +300,7 @@ class Batch:
         if units is None:
             return
         if self.check:
-            self.shared.require_valid(cta, units, instruction, "TMA")
+            self.shared.require_valid(cta, units[tensor_map.kept(coordinates)], instruction, "TMA")
         agent, step = self.stores.issue(cta, warp)
         clock = self.races.clocks[cta, warp]
         self.races.read(cta, agent, step, clock, granules_of(units, 16, self.races.granule), instruction)

@@ -64,6 +64,14 @@ class TensorMapArg:
         if inside is not None:
             self.array[inside[1]] = units.reshape(-1).view(self.array.dtype).reshape(self.box)[inside[0]]
 
+    def kept(self, coordinates: tuple[int, ...]) -> np.ndarray:
+        """Which units of a box at coordinates, as ``store`` takes them, hold something of the tensor."""
+        kept = np.zeros(self.box, bool)
+        inside = self._inside(coordinates)
+        if inside is not None:
+            kept[inside[0]] = True
+        return kept.reshape(-1, 16 // self.array.itemsize).any(axis=1)
+
     def _inside(self, coordinates):
         """Slices of the box and of the array where they meet; None when they don't."""
         in_box, in_array = [], []

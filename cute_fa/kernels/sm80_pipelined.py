@@ -54,7 +54,7 @@ class Sm80Pipelined:
     """The kernel for one static problem and one configuration."""
 
     head_dims = HEAD_DIMS
-    geometry = frozenset({"head_dim_v", "packed", "caches"})
+    geometry = frozenset({"head_dim_v", "packed", "caches", "pages"})
     score_options = SCORE_OPTIONS  # the arguments of ``ScoreOptions`` that the kernel has
 
     @staticmethod
@@ -122,7 +122,7 @@ class Sm80Pipelined:
 
     def launch(self, mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream, sequences):
         """Sizes the grid."""
-        batch, seqlen_q = batch_and_longest(mQ, sequences)
+        batch, seqlen_q = batch_and_longest(mQ.shape, sequences)
         num_heads = mQ.shape[2]
         # One dimension, since the y and z extents of a grid end at 65535.
         num_ctas = cute.ceil_div(seqlen_q, self.config.tile_m) * num_heads * batch
@@ -152,10 +152,10 @@ class Sm80Pipelined:
         num_heads, num_heads_kv = mQ.shape[2], mK.shape[2]
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        batch, max_seqlen_q = batch_and_longest(mQ, sequences)
+        batch, max_seqlen_q = batch_and_longest(mQ.shape, sequences)
         m_block, head, batch = longest_first(cta, cute.ceil_div(max_seqlen_q, tile_m), num_heads, batch)
         head_kv = head // (num_heads // num_heads_kv)
-        member = Member.find(batch, mQ, mK, sequences)
+        member = Member.find(batch, mQ.shape, mK.shape, sequences)
         seqlen_q, seqlen_k = member.seqlen_q, member.seqlen_k
 
         # Tiles in global memory: (tile, padded D).
@@ -180,8 +180,10 @@ class Sm80Pipelined:
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile_m, vo.used)), cutlass.Float32)
         acc_O.fill(0.0)
         cS = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, tile_n))))
+        slope = ScoreModifier.slope_of(self.features, arguments, batch, head)
+        scale_log2 = ScoreModifier.scale_of(self.features, arguments, scale_log2, batch, head)
         modifier = ScoreModifier.of(
-            self.features, arguments, scale_log2, batch, head, m_block * tile_m, seqlen_q, seqlen_k
+            self.features, arguments, scale_log2, slope, batch, head, m_block * tile_m, seqlen_q, seqlen_k
         )
         softmax = OnlineSoftmax.start(cute.size(cS, mode=[0]), modifier.softmax_scale_log2)
 

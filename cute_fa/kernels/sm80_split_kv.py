@@ -58,7 +58,7 @@ class Sm80SplitKV:
 
     COMBINE_THREADS = 128
     head_dims = (64, 128)
-    geometry = frozenset({"caches"})
+    geometry = frozenset({"caches", "pages"})
     score_options: frozenset[str] = frozenset()
 
     @staticmethod
@@ -190,7 +190,7 @@ class Sm80SplitKV:
         head_kv = cta // num_m_blocks // num_splits % num_heads_kv
         batch = cta // num_m_blocks // num_splits // num_heads_kv
         rows_left = seqlen_q * group - first_row
-        member = Member.find(batch, mQ, mK, sequences)
+        member = Member.find(batch, mQ.shape, mK.shape, sequences)
         seqlen_k = member.seqlen_k
 
         # Shared memory: Q (16, D), and for each warp num_stages tiles of K and of V (tile_n, D).

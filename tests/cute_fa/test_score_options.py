@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 import cute_fa
 from cute_fa.compiled import get_artifacts
 from cute_fa.emulator import emulate_forward
-from cute_fa.kernels.sm80_pipelined import Sm80Pipelined
 from cute_fa.ladder import KERNELS, LADDER, select
 from cute_fa.problem import NO_FEATURES, AttentionProblem, ScoreFeatures, ScoreOptions, StaticProblem
 from cute_fa.reference import attention_reference
 from tests.cases import Case
 
 HALF, BF16 = torch.float16, torch.bfloat16
+RUNGS = [rung.name for rung in LADDER if rung.kernel.score_options]  # those that have all options
+# One of each family: keys in tiles of 64 by cp.async; in tiles of 128 by TMA, exponentials before the maximum.
+FAMILIES = ("kernel5", "kernel11")
 
 
 def option_values(name: str, case: Case, generator) -> dict:
@@ -80,10 +82,12 @@ def assert_right(case: Case, q, k, v, o, lse, **options):
         assert torch.equal(lse.isneginf(), unseen) and not o.transpose(1, 2)[unseen].any()
 
 
-def emulated(case: Case, q, k, v, kernel="kernel5", **options):
+def emulated(case: Case, q, k, v, kernel="kernel5", config=None, **options):
+    arch = "sm_80" if KERNELS[kernel].runs_on("sm_80") else "sm_90a"
     result = emulate_forward(
-        q, k, v, causal=case.causal, softmax_scale=case.softmax_scale, kernel=kernel, options=ScoreOptions(**options)
-    )
+        q, k, v, causal=case.causal, softmax_scale=case.softmax_scale, kernel=kernel, options=ScoreOptions(**options),
+        arch=arch, config=config,
+    )  # fmt: skip
     result.report.raise_for_faults()
     return result
 
@@ -96,7 +100,25 @@ def test_matches_float64(name, case, generator):
     assert_right(case, q, k, v, result.o, result.lse, **options)
 
 
-@pytest.mark.parametrize("kernel", [rung.name for rung in LADDER if rung.kernel is Sm80Pipelined])
+@pytest.mark.parametrize(
+    "name, case",
+    [
+        ("window + softcap + alibi", Case(200, 330, 64, False, num_heads=2, num_heads_kv=1)),
+        ("left + bias", Case(131, 400, 40, True, HALF, num_heads=2)),
+        ("mask + sinks", Case(150, 100, 72, True, num_heads=2)),
+    ],
+    ids=str,
+)
+def test_matches_float64_tile_after_tile(name, case, generator):
+    """On Hopper, where one CTA takes several tiles of queries and walks many short tiles of keys for each."""
+    q, k, v = case.tensors("cpu", generator)
+    options = option_values(name, case, generator)
+    config = replace(KERNELS["kernel11"].config_for(case.head_dim, plain=False), tile_n=32, max_ctas=2)
+    result = emulated(case, q, k, v, "kernel11", config, **options)
+    assert_right(case, q, k, v, result.o, result.lse, **options)
+
+
+@pytest.mark.parametrize("kernel", RUNGS)
 def test_every_rung_that_takes_them(kernel, generator):
     case = Case(131, 200, 64, True, num_heads=2)
     q, k, v = case.tensors("cpu", generator)
@@ -134,17 +156,18 @@ def test_nothing_outside_the_window_is_read(generator):
     assert torch.equal(emulated(case, q, k, v, window_size=(63, 0)).o, expected)
 
 
-def test_rows_that_see_no_key(generator):
+@pytest.mark.parametrize("kernel", FAMILIES)
+def test_rows_that_see_no_key(kernel, generator):
     case = Case(70, 90, 64, num_heads=2)
     q, k, v = case.tensors("cpu", generator)
     mask = torch.ones(70, 90, dtype=torch.bool)
     mask[10:30] = False
     for bias in (mask, torch.where(mask, 0.0, -torch.inf), torch.where(mask, 0.0, torch.finfo(torch.float32).min)):
-        result = emulated(case, q, k, v, attn_bias=bias)
+        result = emulated(case, q, k, v, kernel, attn_bias=bias)
         assert not result.o[:, 10:30].any() and (result.lse[..., 10:30] == -torch.inf).all()
         assert result.lse[..., 30:].isfinite().all() and result.lse[..., :10].isfinite().all()
     sinks = torch.tensor([1.5, -2.0])
-    result = emulated(case, q, k, v, attn_bias=mask, sinks=sinks)
+    result = emulated(case, q, k, v, kernel, attn_bias=mask, sinks=sinks)
     assert not result.o[:, 10:30].any()
     torch.testing.assert_close(result.lse[0, :, 10:30], sinks[:, None].expand(2, 20))
     none = q[:, :0]
@@ -152,12 +175,13 @@ def test_rows_that_see_no_key(generator):
     assert not o.any() and torch.equal(lse[0], sinks[:, None].expand(2, 70))
 
 
-def test_a_sink_far_above_or_below_every_score(generator):
+@pytest.mark.parametrize("kernel", FAMILIES)
+def test_a_sink_far_above_or_below_every_score(kernel, generator):
     case = Case(70, 90, 64, num_heads=4, num_heads_kv=4)
     q, k, v = case.tensors("cpu", generator)
     sinks = torch.tensor([-torch.inf, -300.0, 40.0, 300.0])
-    result = emulated(case, q, k, v, sinks=sinks)
-    without = emulated(case, q, k, v)
+    result = emulated(case, q, k, v, kernel, sinks=sinks)
+    without = emulated(case, q, k, v, kernel)
     assert torch.equal(result.o[:, :, :2], without.o[:, :, :2])
     assert result.o[:, :, 2].abs().max() < 1e-8 and not result.o[:, :, 3].any()
     torch.testing.assert_close(result.lse[0, 2:], sinks[2:, None].expand(2, 70))
@@ -192,7 +216,7 @@ def test_bias_of_any_strides(generator):
         assert_right(case, q, k, v, o, lse, attn_bias=view)
 
 
-def test_other_architectures(generator):
+def test_an_older_kernel_on_hopper(generator):
     case = Case(129, 150, 64, causal=True)
     q, k, v = case.tensors("cpu", generator)
     options = option_values("left + softcap", case, generator)
@@ -212,17 +236,16 @@ def problem(seqlen=500, device="cpu", causal=False, **options):
 @pytest.mark.parametrize("seqlen", [3, 500])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
 def test_auto_is_the_highest_rung_that_has_them(arch, seqlen):
-    assert select(problem(seqlen, softcap=2.0), arch)[0].name == "kernel6"
+    best = "kernel11" if arch == "sm_90a" else "kernel6"
+    assert select(problem(seqlen, softcap=2.0), arch)[0].name == best
     assert select(problem(seqlen, window_size=(seqlen, seqlen)), arch)[0] is select(problem(seqlen), arch)[0]
 
 
-@pytest.mark.parametrize("rung", [rung for rung in LADDER if rung.kernel is not Sm80Pipelined], ids=lambda r: r.name)
-def test_a_rung_without_them_is_refused_by_name(rung):
-    match = (
-        rf"kernel must be auto or one that has sinks, softcap \(kernel3, kernel4, kernel5, kernel6\), got '{rung.name}'"
-    )
+@pytest.mark.parametrize("name", [rung.name for rung in LADDER if rung.name not in RUNGS])
+def test_a_rung_without_them_is_refused_by_name(name):
+    match = rf"kernel must be auto or one that has sinks, softcap \({', '.join(RUNGS)}\), got '{name}'"
     with pytest.raises(ValueError, match=match):
-        select(problem(softcap=2.0, sinks=torch.zeros(2)), "sm_90a", rung.name)
+        select(problem(softcap=2.0, sinks=torch.zeros(2)), "sm_90a", name)
 
 
 def test_a_window_that_hides_nothing_is_none():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from cute_fa.problem import ScoreOptions
+from cute_fa.ladder import KERNELS, select
+from cute_fa.problem import AttentionProblem, ScoreOptions
 from cute_fa.reference import attention_reference
 from cute_fa.varlen import forward_varlen
 
@@ -31,19 +33,81 @@ def packed(generator, head_dim=64, head_dim_v=64):
     return (q, k, draw(generator, 310, HEADS_KV, head_dim_v)), lengths
 
 
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """What runs on the CPU is the emulated H200, and is forgotten then."""
+    monkeypatch.setattr("cute_fa.varlen.DEFAULT_ARCH", "sm_90a")
+    monkeypatch.setattr("cute_fa.varlen._plans", {})
+
+
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (40, 72)])
 @pytest.mark.parametrize("causal, window", [(True, (30, -1)), (False, (20, 9)), (False, (-1, 0))])
 def test_packed_sequences(causal, window, head_dim, head_dim_v, generator):
-    """One has no queries, one has no keys, and rows lie behind the last."""
+    check_packed(generator, causal, window, head_dim, head_dim_v)
+
+
+@pytest.mark.parametrize(
+    "kernel, causal, window, head_dim, head_dim_v",
+    [("kernel8", False, (20, 9), 40, 72), ("kernel11", True, (30, -1), 64, 64), ("kernel11", False, (-1, -1), 40, 8)],
+)
+def test_packed_sequences_on_hopper(kernel, causal, window, head_dim, head_dim_v, on_hopper, generator):
+    check_packed(generator, causal, window, head_dim, head_dim_v, kernel)
+
+
+def check_packed(generator, causal, window, head_dim, head_dim_v, kernel="auto"):
+    """One has no queries, one has no keys, and rows lie behind the last, where nothing is a number."""
     (q, k, v), lengths = packed(generator, head_dim, head_dim_v)
+    q[203:], k[300:], v[300:] = torch.nan, torch.nan, torch.inf
     slopes, sinks = torch.rand(4, HEADS, generator=generator), torch.randn(HEADS, generator=generator)
     options = {"window_size": window, "softcap": 2.5, "sinks": sinks}
     given = ScoreOptions(**options, alibi_slopes=slopes)
-    o, lse = forward_varlen(q, k, v, **lengths, causal=causal, options=given)
+    o, lse = forward_varlen(q, k, v, **lengths, causal=causal, options=given, kernel=kernel)
     for i, ((a, b), (c, d)) in enumerate(zip(pairwise(CU_Q), pairwise(CU_K), strict=True)):
         member = q[None, a:b], k[None, c:d], v[None, c:d]
         assert_right(o[None, a:b], lse[None, :, a:b], *member, causal=causal, alibi_slopes=slopes[i], **options)
     assert not o[203:].any() and (lse[:, 203:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("kernel", ["kernel8", "kernel11"])
+def test_caches_on_hopper(kernel, on_hopper, generator):
+    """Members in slots of their own, that begin and end where they do; what lies around is no number."""
+    q = draw(generator, 3, 70, HEADS, 64)
+    k, v = (torch.full((5, 200, HEADS_KV, 64), torch.nan).bfloat16() for _ in range(2))
+    slots, starts, ends = [4, 0, 2], [3, 64, 7], [131, 64, 200]
+    for slot, start, end in zip(slots, starts, ends, strict=True):
+        for cache in (k, v):
+            cache[slot, start:end] = draw(generator, end - start, HEADS_KV, 64)
+    names = ("cache_batch_idx", "leftpad_k", "seqused_k")
+    given = {name: torch.tensor(t, dtype=torch.int32) for name, t in zip(names, (slots, starts, ends), strict=True)}
+    o, lse = forward_varlen(q, k, v, max_seqlen_q=70, max_seqlen_k=200, **given, causal=True, kernel=kernel)
+    for i, (slot, start, end) in enumerate(zip(slots, starts, ends, strict=True)):
+        if start == end:
+            assert not o[i].any() and (lse[i] == -torch.inf).all()
+            continue
+        keys = (cache[slot : slot + 1, start:end] for cache in (k, v))
+        assert_right(o[i : i + 1], lse[i : i + 1], q[i : i + 1], *keys, causal=True)
+
+
+def test_many_members_on_hopper(on_hopper, generator):
+    """More members than a warp has lanes, most of them without a query: every tile is found, none twice."""
+    lengths = torch.tensor([0] * 31 + [1, 130, 0, 5] + [0] * 30 + [66], dtype=torch.int32)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+    q, k, v = (draw(generator, int(bounds[-1]), heads, 64) for heads in (2, 1, 1))
+    both = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 130, "max_seqlen_k": 130}
+    o, lse = forward_varlen(q, k, v, **both, causal=True, kernel="kernel8")
+    for a, b in pairwise(bounds.tolist()):
+        if a < b:
+            member = q[None, a:b], k[None, a:b], v[None, a:b]
+            assert_right(o[None, a:b], lse[None, :, a:b], *member, causal=True)
+
+
+def test_pages_are_left_to_the_kernel_that_has_them():
+    for sequences, name in ((("cu_seqlens_q", "cu_seqlens_k"), "kernel11"), (("block_table", "seqused_k"), "kernel6")):
+        q = torch.empty(1, 300, 1, 64, dtype=torch.bfloat16, device="meta")
+        problem = replace(AttentionProblem.from_tensors(q, q, q), sequences=sequences)
+        assert select(problem, "sm_90a")[0].name == name
+        with pytest.raises(ValueError, match=r"kernel 'kernel11' does not take keys in pages"):
+            KERNELS["kernel11"].check(replace(problem.static, sequences=("block_table",)), None, "sm_90a")
 
 
 def test_pages(generator):

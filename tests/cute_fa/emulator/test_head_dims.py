@@ -31,11 +31,22 @@ def test_every_head_dim(case, generator):
     assert_close(case, q, k, v, result.o, result.lse)
 
 
-@pytest.mark.parametrize(("kernel", "head_dim"), [("kernel3", 256), ("kernel3", 80), ("kernel4", 192)])
-def test_lower_rungs(kernel, head_dim, generator):
-    case = Case(70, 100, head_dim)
+@pytest.mark.parametrize(
+    ("kernel", "arch", "head_dim", "head_dim_v"),
+    [
+        ("kernel3", "sm_80", 256, 256),
+        ("kernel3", "sm_80", 80, 80),
+        ("kernel4", "sm_80", 192, 192),
+        ("kernel8", "sm_90a", 40, 8),
+        ("kernel8", "sm_90a", 256, 256),
+        ("kernel11", "sm_90a", 72, 200),
+        ("kernel11", "sm_90a", 192, 96),
+    ],
+)
+def test_other_rungs(kernel, arch, head_dim, head_dim_v, generator):
+    case = Case(70, 200, head_dim, head_dim_v=head_dim_v)
     q, k, v = case.tensors("cpu", generator)
-    result = emulate_forward(q, k, v, kernel=kernel)
+    result = emulate_forward(q, k, v, kernel=kernel, arch=arch)
     result.report.raise_for_faults()
     assert_close(case, q, k, v, result.o, result.lse)
 
@@ -68,8 +79,8 @@ def test_auto_passes_over_rungs_that_lack_a_head_dim():
         q, v = (torch.empty(1, 128, 1, d, dtype=BF16, device="meta") for d in (head_dim, head_dim_v))
         return select(AttentionProblem.from_tensors(q, q, v), arch)[0].name
 
-    assert chosen(64, 64, "sm_90a") == chosen(256, 256, "sm_90a") == "kernel11"
-    assert chosen(80, 80, "sm_90a") == chosen(64, 72, "sm_90a") == chosen(192, 128, "sm_90a") == "kernel6"
+    assert chosen(64, 64, "sm_90a") == chosen(80, 80, "sm_90a") == chosen(192, 128, "sm_90a") == "kernel11"
+    assert chosen(80, 80, "sm_120a") == chosen(64, 72, "sm_120a") == chosen(192, 128, "sm_120a") == "kernel6"
     # Few queries: the rung for them takes 64 and 128 alone.
     q = torch.empty(1, 1, 1, 72, dtype=BF16, device="meta")
     assert select(AttentionProblem.from_tensors(q, q, q), "sm_80")[0] is KERNELS["kernel6"]
