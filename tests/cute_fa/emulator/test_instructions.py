@@ -320,12 +320,14 @@ def test_unknown_instruction_is_named_with_its_line():
 @pytest.mark.parametrize(
     "line",
     [
-        "wgmma.fence.sync.aligned;",
-        "cp.async.bulk.commit_group;",
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%r1, %r2, %r3, %r4}, %rd1, %rd2, %p1, 1, 1;",
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1], 16, [%r2];",
+        "mbarrier.test_wait.parity.shared.b64 %p1, [%r1], 0;",
         "cvt.rz.f32.f64 %r1, %rd1;",
         "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%rd1, %rd2}, {%rd3}, {%rd4}, {%rd1, %rd2};",
         "ld.local.b32 %r1, [%rd1];",
-        "bar.arrive 0, 64;",
+        "bar.arrive 0;",
+        "bar.red.and.pred %p1, 0, 64, %p2;",
     ],
 )
 def test_what_is_not_supported_is_refused(line):

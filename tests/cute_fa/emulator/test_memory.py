@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_fa.emulator import EmulationError, EmulationFault, TensorArg, UnknownInstructionError, emulate
+from cute_fa.emulator import EmulationError, EmulationFault, TensorArg, emulate
 from tests.cute_fa.emulator.harness import module, run
 
 OUT = """
@@ -277,11 +277,6 @@ def test_barrier_that_a_part_of_a_warp_misses():
     report = run(body, np.zeros(1, np.uint32))
     assert kinds(report) == {"barrier divergence"}
     assert any("only 24 lanes" in fault.detail for fault in report.faults)
-
-
-def test_barrier_of_a_part_of_the_cta_is_refused():
-    with pytest.raises(UnknownInstructionError, match="a part of the CTA"):
-        run("bar.sync 1, 32;", np.zeros(1, np.uint32))
 
 
 def test_wavefronts_of_strides():
