@@ -56,7 +56,7 @@ class Case:
         return "-".join(parts)
 
 
-# The kernels that the emulator can run: those built for the family of instructions that it knows.
+# The kernels that CPU tensors run: those built for the family of instructions that the emulator takes unless told.
 EMULATED_KERNELS = [name for name, rung in KERNELS.items() if rung.runs_on(DEFAULT_ARCH)]
 
 

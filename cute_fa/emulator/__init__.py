@@ -2,8 +2,8 @@
 
 ``emulate`` executes any PTX module of the kind that the rungs compile to; ``emulate_forward`` and
 ``emulated_launch`` run a rung on CPU tensors. The report counts the wavefronts of shared memory by
-instruction and names races, stray accesses, reads of what nothing wrote, and barriers that part of a CTA
-misses.
+instruction and names races, stray accesses, reads of what nothing wrote, barriers that part of a CTA misses,
+and waits that never end.
 """
 
 from cute_fa.emulator.forward import (
@@ -25,6 +25,7 @@ from cute_fa.emulator.report import (
     UnknownInstructionError,
     Wavefronts,
 )
+from cute_fa.emulator.tensor_map import TensorMapArg
 
 __all__ = [
     "DEFAULT_ARCH",
@@ -36,6 +37,7 @@ __all__ = [
     "Fault",
     "PtxSyntaxError",
     "TensorArg",
+    "TensorMapArg",
     "UnknownInstructionError",
     "Wavefronts",
     "emulate",

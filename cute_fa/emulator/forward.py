@@ -23,12 +23,13 @@ from cute_fa.launch import score_arguments
 from cute_fa.problem import NO_OPTIONS, SEQUENCE_TENSORS, AttentionProblem, ScoreOptions, StaticProblem
 from layouts import SmemLayout
 
-DEFAULT_ARCH = "sm_80"  # the family that the emulator knows: cp.async, ldmatrix, mma.sync
+DEFAULT_ARCH = "sm_80"  # cp.async, ldmatrix, mma.sync: the family that takes every problem, and the fastest here
 MAX_SECONDS = 3600.0
 EMULATED_SMS = 132  # of the card that the emulator stands for, where a choice depends on it: an H100 or H200
 _PROGRESS_AFTER = 3.0  # seconds
-# Measured on two x86 cores with checks on, per tile of 64 x 64 scores; the first is what a CTA takes besides.
-_SECONDS_PER_CTA, _SECONDS_PER_TILE, _SECONDS_PER_TILE_COLUMN = 1.5e-3, 0.3e-3, 10e-6
+# Measured on two x86 cores with checks on: what a tile of queries takes besides, what 64 x 64 scores take, and
+# each column of the head dimension of these. The second with both cores busy.
+_SECONDS, _SECONDS_SM90 = (1.5e-3, 0.3e-3, 10e-6), (15e-3, 1.8e-3, 16e-6)
 
 
 class EmulationTooLongError(EmulationError):
@@ -240,9 +241,9 @@ def estimate_seconds(
     if left is not None:
         keys -= np.clip(first_rows + seqlen_k - seqlen_q - left, 0, keys) // config.tile_n * config.tile_n
     tiles = float((-(-keys // config.tile_n)).sum())
-    tile_seconds = _SECONDS_PER_TILE + _SECONDS_PER_TILE_COLUMN * head_dim
-    tile_seconds *= config.tile_m * config.tile_n / 4096
-    return batch * num_heads * (len(first_rows) * _SECONDS_PER_CTA + tiles * tile_seconds)
+    besides, per_scores, per_column = _SECONDS_SM90 if isinstance(config, Sm90Config) else _SECONDS
+    tile_seconds = (per_scores + per_column * head_dim) * config.tile_m * config.tile_n / 4096
+    return batch * num_heads * (len(first_rows) * besides + tiles * tile_seconds)
 
 
 def _refuse_hours(

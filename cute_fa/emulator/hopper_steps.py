@@ -5,8 +5,6 @@ Loads, stores and products are executed when they are issued; what makes them as
 
     D  register 4 j + 2 i + h:  row 16 w + 8 i + g,  column 8 j + 2 t + h
     A  register 2 k + i, half h:  row 16 w + 8 i + g,  column 8 k + 2 t + h
-
-Not checked: registers of a product that are touched before it has been waited for.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from cute_fa.emulator.tensor_map import swizzled
 from cute_fa.emulator.warp_steps import MMA_ELEMENTS, WARP, require_whole_warps
 
 WARPGROUP = 128
-LOADS, STORES, PRODUCTS = "TMA loads for the mbarrier at byte {}", "TMA stores of warp {}", "wgmma of warpgroup {}"
+LOADS, STORES, PRODUCTS = "a TMA load for the mbarrier at byte {}", "a TMA store of warp {}", "wgmma of warp {}"
 
 
 def _unknown(instruction, why: str = "is not known to the emulator"):
@@ -66,16 +64,15 @@ def _warps(frame) -> list[tuple[int, int]]:
 class Groups:
     """Groups of asynchronous work that warps commit and wait for; ``kind`` names the agent that does the work."""
 
-    def __init__(self, order, num_ctas: int, warps: int, kind: str, warps_per_agent: int):
+    def __init__(self, order, num_ctas: int, warps: int, kind: str):
         self.order = order
         self.kind = kind
-        self.warps_per_agent = warps_per_agent
         self.committed = np.zeros((num_ctas, warps), np.int64)
         self.issued = np.zeros((num_ctas, warps), np.int64)  # the latest group that has work in it
         self.finished = np.zeros((num_ctas, warps), np.int64)
 
     def agent(self, warp: int) -> int:
-        return self.order.agent(self.kind, warp // self.warps_per_agent)
+        return self.order.agent(self.kind, warp)
 
     def issue(self, cta: int, warp: int) -> tuple[int, int]:
         """(agent, its step) of work that a warp issues into its open group."""
@@ -278,7 +275,7 @@ def _product(node: Node, rows: RegisterMap, kernel: Kernel):
     if not match or first.parts[2:4] != ("sync", "aligned") or types[0] != "f32" or not kinds <= set(MMA_ELEMENTS):
         raise _unknown(first)
     to_float32, num_cols = MMA_ELEMENTS[types[1]], int(match[1])
-    accumulator, a, b, scale_d, *flags = first.operands
+    accumulator, a, _, scale_d, *flags = first.operands
     in_registers = isinstance(a, Vec)
     flags = [int(immediate(flag, "u32")) for flag in flags]
     if flags[:2] != [1, 1] or len(flags) != (3 if in_registers else 4) or isinstance(scale_d, Imm):
@@ -390,10 +387,11 @@ def _log_reads(frame, group: int, units, instruction):
     cta, warp = divmod(int(frame.threads[group * WARPGROUP]) // WARP, run.warps_per_cta)
     order, warps = run.races, slice(warp, warp + WARPGROUP // WARP)
     steps = [run.products.issue(cta, w) for w in range(warps.start, warps.stop)]
-    agent, step = steps[0]
     clock = order.clocks[cta, warps].min(axis=0)  # what is behind every warp of the group
-    clock[agent] = step
-    order.read(cta, agent, step, clock, granules_of(units, 16, order.granule), instruction)
+    where = granules_of(units, 16, order.granule)
+    order.read(cta, *steps[0], clock, where, instruction)
+    for agent, step in steps[1:]:
+        order.note_read(cta, agent, step, where, instruction)
 
 
 def elect(group: list[Node], rows: RegisterMap):

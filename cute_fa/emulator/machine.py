@@ -15,6 +15,7 @@ import numpy as np
 
 from cute_fa.emulator.asynchronous import AsyncCopies
 from cute_fa.emulator.checks import Access, FaultLog, RaceCheck
+from cute_fa.emulator.flight import NOTHING
 from cute_fa.emulator.hopper_steps import LOADS, PRODUCTS, STORES, Groups
 from cute_fa.emulator.memory import GlobalMemory, SharedMemory
 from cute_fa.emulator.ordering import OrderCheck, granules_of
@@ -112,8 +113,8 @@ class Batch:
             instructions = program.kernel.instructions
             self.races = OrderCheck(num_ctas, launch.threads, size, granule, faults, instructions, check)
             self.synchronisation = Synchronisation(self)
-            self.stores = Groups(self.races, num_ctas, self.warps_per_cta, STORES, 1)
-            self.products = Groups(self.races, num_ctas, self.warps_per_cta, PRODUCTS, 4)
+            self.stores = Groups(self.races, num_ctas, self.warps_per_cta, STORES)
+            self.products = Groups(self.races, num_ctas, self.warps_per_cta, PRODUCTS)
         self.copies = AsyncCopies(self, count)
         self.registers = program.registers.allocate(count)
         self.position = np.zeros(count, np.int64)
@@ -121,6 +122,7 @@ class Batch:
         self.blocked = np.zeros(count, bool)  # stands still at an mbarrier or a barrier of some threads
         self.syncs = np.zeros(-(-count // WARP), np.int64)
         self.instructions = 0
+        self.in_flight = [NOTHING] * len(self.syncs)  # products of each warp
         self._special: dict[str, np.ndarray] = {}
 
     # --- execution ---------------------------------------------------------------------------------------
@@ -190,6 +192,8 @@ class Batch:
         warps = np.unique(frame.threads // WARP) if not frame.whole_ctas else frame.threads[::WARP] // WARP
         self.syncs[warps] += block.num_syncs
         self.instructions += len(warps) * block.num_instructions
+        if block.products and self.check:
+            self._follow_products(number, warps)
         if block.kind == "barrier":
             self._arrive(block, number, frame)
             return
@@ -202,6 +206,14 @@ class Batch:
             self.position[frame.threads] = following if block.kind == "next" else block.target
         if block.action is not None:
             block.action(frame)
+
+    def _follow_products(self, number, warps):
+        for warp in warps.tolist():
+            self.in_flight[warp], early = self.program.products.behind(number, self.in_flight[warp])
+            for instruction, register in early:
+                cta, own = divmod(warp, self.warps_per_cta)
+                detail = f"warp {own} of CTA {self.first_cta + cta} touches {register.name} of a wgmma in flight"
+                self.faults.record("register before wait", instruction.index, str(instruction), detail)
 
     # --- barriers ----------------------------------------------------------------------------------------
 

@@ -1,15 +1,14 @@
 """The race check of kernels whose warps go separate ways: what has happened before what, by vector clocks.
 
 The agents of a CTA are its warps and what works beside them: the loads that report to one mbarrier, the stores of
-one warp, the products of one warpgroup. Each counts its own steps, and each warp keeps a clock: how many steps of
-every agent are behind it. A warp that arrives at a barrier leaves its clock there and begins a new step; one that
-passes takes over what all those left that it waited for. Waiting for a phase of an mbarrier, for stores or for
-products puts those steps of the agent behind the warp.
+one warp, its part in the products of its warpgroup. Each counts its own steps, and each warp keeps a clock: how
+many steps of every agent are behind it. A warp that arrives at a barrier leaves its clock there and begins a new
+step; one that passes takes over what all those left that it waited for. Waiting for a phase of an mbarrier, for
+stores or for products puts those steps of the agent behind the warp.
 
 Two accesses to the same granule of shared memory race when different agents made them, at least one is a write, and
 the first is not behind the second. What TMA or wgmma reads must also lie behind a proxy fence of the warp that
-wrote it. Threads of one warp are not told apart. Of a warpgroup's products, those that one of its warps has waited
-for count as finished.
+wrote it. Threads of one warp are not told apart.
 """
 
 from __future__ import annotations
@@ -114,8 +113,13 @@ class OrderCheck:
         self._compare_writes(cta, agent, clock, where, writers, written, instruction, "reads")
         if agent >= self.warps:
             self._require_fence(cta, agent, where, writers, written, instruction)
-        self._read[cta, agent, where] = step
-        self._read_line[cta, agent, where] = instruction.index
+        self.note_read(cta, agent, step, where, instruction)
+
+    def note_read(self, cta, agent, step, where, instruction):
+        """The same of an agent that need not be compared with who wrote."""
+        if self.check:
+            self._read[cta, agent, where] = step
+            self._read_line[cta, agent, where] = instruction.index
 
     def write(self, cta, agent, step, clock, where, instruction):
         """The same of writes."""

@@ -49,7 +49,8 @@ class Fault:
 
     Attributes:
         kind: "uninitialised read", "read before wait", "store before wait", "out of bounds", "misaligned",
-            "race" or "barrier divergence".
+            "race", "barrier divergence", "deadlock", "invalid mbarrier", "missing proxy fence", "exit before wait" or
+            "register before wait".
         instruction: the PTX instruction, with its line, that did it.
         detail: what happened the first time, CTA and thread named.
         count: how many accesses (or pairs of them) did the same.

@@ -133,9 +133,10 @@ class Synchronisation:
         """bar.sync, bar.arrive (``waits`` False) or bar.red by the threads of a warp, of ``count`` in all."""
         cta, warp = self._place(threads[0])
         barrier = self.named.setdefault((cta, number), NamedBarrier())
-        if not 0 <= number < _MAX_NAMED or count % WARP or count == 0 or barrier.arrived and barrier.count != count:
+        others_differ = barrier.arrived > 0 and barrier.count != count
+        if not 0 <= number < _MAX_NAMED or count % WARP or count == 0 or others_differ:
             detail = f"{self.batch.faults.name(int(threads[0]))} at barrier {number} of {count} threads"
-            detail += f", where others expect {barrier.count}" if barrier.arrived else ""
+            detail += f", where others expect {barrier.count}" if others_differ else ""
             self.batch.faults.record("barrier divergence", instruction.index, str(instruction), detail)
         barrier.count = count
         barrier.arrived += WARP

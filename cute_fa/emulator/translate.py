@@ -11,6 +11,7 @@ import numpy as np
 
 from cute_fa.emulator import hopper_steps, memory_steps, warp_steps
 from cute_fa.emulator.alu import DTYPES, Alu, alu, pack, unpack
+from cute_fa.emulator.flight import ProductRegisters
 from cute_fa.emulator.parse import Imm, Instruction, Kernel, Mem, Reg, Vec, parse
 from cute_fa.emulator.registers import RegisterMap, guard_reader, reader, writer
 from cute_fa.emulator.report import UnknownInstructionError
@@ -31,6 +32,7 @@ class TranslatedBlock:
         steps: called with a frame, in order.
         kind: how it ends: "next", "branch", "exit" or "barrier" (of the whole CTA).
         action: called with the frame at the end; may make threads stand still at the block behind.
+        products: whether it touches registers of wgmma (``flight.py``).
         together: threads that have to enter it together where they can: 32 of a warp, 128 of a warpgroup, or 1.
         condition: gives the booleans of the threads that take the branch (or exit); None when all do.
         target: block of the branch.
@@ -47,6 +49,7 @@ class TranslatedBlock:
     num_instructions: int
     action: Callable | None = None
     together: int = 1
+    products: bool = False
     touched: dict[int, np.ndarray] = field(default_factory=dict)
     written: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -62,6 +65,7 @@ class Program:
     kernel: Kernel
     blocks: list[TranslatedBlock]
     registers: RegisterMap
+    products: ProductRegisters
     shared_granule: int | None = None
 
 
@@ -83,6 +87,7 @@ def translate(ptx: str) -> Program:
                     rows.row(register)
     block_of = {block.start: number for number, block in enumerate(blocks)}
     translated = []
+    products = ProductRegisters(kernel)
     for block in blocks:
         steps = [step for group in block.groups if (step := _step(group, rows, kernel)) is not None]
         kind, condition, target, action = _ending(block.terminator, rows, kernel, block_of, len(blocks))
@@ -90,15 +95,17 @@ def translate(ptx: str) -> Program:
             steps, kind, block.terminator, condition, target, block.num_syncs, block.num_instructions, action
         )
         if block.num_syncs > 0 or (block.terminator is not None and is_barrier(block.terminator)):
-            products = any(is_product(node.instructions[0]) for group in block.groups for node in group)
-            result.together = hopper_steps.WARPGROUP if products else warp_steps.WARP
+            has_product = any(is_product(node.instructions[0]) for group in block.groups for node in group)
+            result.together = hopper_steps.WARPGROUP if has_product else warp_steps.WARP
+        instructions = kernel.instructions[block.start : block.start + block.num_instructions]
+        result.products = products.add_block(instructions)
         _set_rows(result, block, rows)
         translated.append(result)
-    return Program(kernel, translated, rows, _shared_granule(kernel))
+    return Program(kernel, translated, rows, products, _shared_granule(kernel))
 
 
 def _shared_granule(kernel: Kernel) -> int | None:
-    if not any(is_wait(i) or _is_part_barrier(i, kernel) for i in kernel.instructions):
+    if not any(memory_class(i) == "ordered" or _is_part_barrier(i, kernel) for i in kernel.instructions):
         return None
     sizes = [16]
     for instruction in kernel.instructions:
