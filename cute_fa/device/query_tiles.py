@@ -81,6 +81,7 @@ class QueryTiles:
         m_block, head_and_batch = self.schedule.tile(number)
         num_heads = self.mQ.shape[2]
         seqlen_q, seqlen_k = self.mQ.shape[0], self.mK.shape[0]
+        # Found here for its lengths, or below, so that the code of plain kernels stays the one that was measured.
         if cutlass.const_expr(self.sequences is not None):
             member = self._member(head_and_batch // num_heads)
             seqlen_q, seqlen_k = member.seqlen_q, member.seqlen_k

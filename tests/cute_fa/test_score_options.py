@@ -105,7 +105,6 @@ def test_matches_float64(name, case, generator):
     [
         ("window + softcap + alibi", Case(200, 330, 64, False, num_heads=2, num_heads_kv=1)),
         ("left + bias", Case(131, 400, 40, True, HALF, num_heads=2)),
-        ("mask + sinks", Case(150, 100, 72, True, num_heads=2)),
     ],
     ids=str,
 )

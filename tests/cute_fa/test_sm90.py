@@ -12,7 +12,7 @@ import torch
 from cute_fa.compiled import get_artifacts
 from cute_fa.device.tile_schedule import TileSchedule
 from cute_fa.ladder import KERNELS, LADDER, resolve_kernel, select
-from cute_fa.problem import AttentionProblem, StaticProblem
+from cute_fa.problem import AttentionProblem, ScoreFeatures, StaticProblem
 from layouts import CATALOG, PADDED_8, PLAIN, SWIZZLE_333, SmemLayout, Swizzle
 from layouts.checks import HARDWARE_LAYOUTS, require_hardware_layout
 from perf import resources
@@ -127,6 +127,32 @@ def test_nothing_is_spilled(name, head_dim):
     assert found.stack_bytes == 0 and found.local_bytes == 0
     assert found.registers <= 65536 // config.num_threads // 8 * 8
     assert found.ctas_per_sm == 1
+
+
+@pytest.mark.skipif(resources.find_cuobjdump() is None, reason=resources.NO_CUOBJDUMP)
+@pytest.mark.parametrize(
+    "head_dim, features, sequences",
+    [
+        (64, ScoreFeatures(window_left=True, softcap=True), ("cu_seqlens_q", "cu_seqlens_k")),
+        (256, ScoreFeatures(bias=torch.bfloat16), ()),
+    ],
+    ids=("window and softcap of packed sequences", "bias"),
+)
+def test_options_and_lengths_spill_nothing(head_dim, features, sequences):
+    static = StaticProblem(torch.bfloat16, head_dim, True, True, features, sequences=sequences)
+    config = BEST.config_for(head_dim, causal=True, plain=static.is_plain)
+    found = resources.resources_of(static, BEST, config, "sm_90a")
+    assert found.stack_bytes == 0 and found.local_bytes == 0 and found.ctas_per_sm == 1
+
+
+def test_products_leave_out_the_columns_that_only_the_tiles_have():
+    """72 columns of 128 in P V, and five steps of 16 of Q K^T."""
+    rung = KERNELS["kernel8"]
+    ptx = artifacts(rung, 72).ptx
+    output = count(r"wgmma\.mma_async\.sync\.aligned\.m64n72k16", ptx)
+    scores = count(r"wgmma\.mma_async\.sync\.aligned\.m64n128k16", ptx)
+    blocks = 2  # the loops with and without a mask
+    assert output == blocks * rung.config.tile_n // 16 and scores == blocks * 5
 
 
 @pytest.mark.parametrize("layout", HARDWARE_LAYOUTS, ids=lambda layout: layout.name)
