@@ -15,7 +15,7 @@ from cute_fa.device.tma_ring import TmaRing
 @dataclass(frozen=True)
 class Consumer:
     """What a consumer warpgroup works with. Its products read ``num_k`` steps of 16 of the head dimension of Q and K,
-    and the columns of V that O has; tiles may be wider."""
+    whose tiles may be wider, and all columns that a tile of V has: wgmma is told where 64 of them lie at once."""
 
     index: cutlass.Int32
     tidx: cutlass.Int32
@@ -49,11 +49,9 @@ class Consumer:
         thread, _, _ = cute.arch.thread_idx()
         index = cute.arch.make_warp_uniform(thread // wgmma.THREADS) - 1
         tidx = thread % wgmma.THREADS
-        mma_S, mma_O = wgmma.make_scores_mma(dtype, tile_n), wgmma.make_output_mma(dtype, vo.size)
-        group_S = mma_S.get_slice(0)
+        mma_S, mma_O = wgmma.make_scores_mma(dtype, tile_n), wgmma.make_output_mma(dtype, vo.padded)
+        group_S, group_O = mma_S.get_slice(0), mma_O.get_slice(0)
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))
-        # As a product with all columns of the tile has V: fewer need no other descriptor.
-        whole_V = wgmma.make_output_mma(dtype, vo.padded).get_slice(0)
         acc_S_shape = group_S.partition_shape_C((wgmma.ROWS, tile_n))
         tOrP, rP = wgmma.probs_as_operand_a(acc_S_shape, dtype)
         cS = mma_S.get_slice(tidx).partition_C(cute.make_identity_tensor((wgmma.ROWS, tile_n)))
@@ -69,10 +67,10 @@ class Consumer:
             num_k=qk.used // 16,
             tSrQ=group_S.make_fragment_A(group_S.partition_A(sQ)),
             tSrK=group_S.make_fragment_B(group_S.partition_B(sK)),
-            tOrVt=whole_V.make_fragment_B(whole_V.partition_B(sVt)),
+            tOrVt=group_O.make_fragment_B(group_O.partition_B(sVt)),
             sV=sV,
             acc_S_shape=acc_S_shape,
-            acc_O=wgmma.make_accumulator(vo.size),
+            acc_O=cute.make_rmem_tensor(group_O.partition_shape_C((wgmma.ROWS, vo.padded)), cutlass.Float32),
             tOrP=tOrP,
             rP=rP,
             cS=wgmma.acc_as_rows(cS),

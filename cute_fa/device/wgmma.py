@@ -30,11 +30,6 @@ def make_output_mma(dtype, head_dim: int) -> cute.TiledMma:
     )
 
 
-def make_accumulator(num_cols: int) -> cute.Tensor:
-    """Registers for a product (64, num_cols), shaped as ``partition_shape_C`` does but for 8 columns."""
-    return cute.make_rmem_tensor(((2, 2, num_cols // 8), 1, 1), cutlass.Float32)
-
-
 def acc_as_rows(acc: cute.Tensor) -> cute.Tensor:
     """An accumulator ((2, 2, N / 8), 1, 1) seen as (row, col): the thread's own rows and columns.
 
@@ -61,10 +56,7 @@ def probs_as_operand_a(acc_shape, dtype) -> tuple[cute.Tensor, cute.Tensor]:
 
 
 def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, num_k: int, accumulate: bool):
-    """Issues acc = A B^T, or acc += A B^T, over ``num_k`` steps of 16, as one group; does not wait.
-
-    B may have more columns than the product.
-    """
+    """Issues acc = A B^T, or acc += A B^T, over ``num_k`` steps of 16, as one group; does not wait."""
     warpgroup.fence()
     # The atom carries the accumulate bit; a fresh one, since a value set in one branch can't be used in another.
     atom = cute.make_mma_atom(tiled_mma.op)
@@ -85,19 +77,10 @@ def any_thread(condition, barrier_id) -> cutlass.Boolean:
     return votes != 0
 
 
-def store_accumulator(acc: cute.Tensor, tile: cute.Tensor, tidx):
-    """Rounds an accumulator (64, N) to the type of a tile in shared memory and stores it there, by stmatrix.
-
-    The tile may be wider; of its columns behind N eight at most are written.
-    """
-    dtype = tile.element_type
-    pairs = -(-acc.shape[0][2] // 2)  # of groups of eight columns, as stmatrix.x4 takes them
-    rounded = cute.make_rmem_tensor(((2, 2, 2), 1, pairs), dtype)
-    if acc.shape[0][2] % 2:
-        rounded.fill(0.0)
-    cute.make_tensor(rounded.iterator, acc.layout).store(acc.load().to(dtype))
-    stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
-    thr_store = cute.make_tiled_copy_C(stmatrix, make_output_mma(dtype, 16)).get_slice(tidx)
-    source, target = thr_store.retile(rounded), thr_store.partition_D(tile)
-    for i in range(pairs):
-        cute.copy(stmatrix, source[None, None, i], target[None, None, i])
+def store_accumulator(tiled_mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, tidx):
+    """Rounds an accumulator to the type of a tile in shared memory and stores it there, by stmatrix."""
+    rounded = cute.make_rmem_tensor(acc.layout, tile.element_type)
+    rounded.store(acc.load().to(tile.element_type))
+    stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
+    thr_store = cute.make_tiled_copy_C(stmatrix, tiled_mma).get_slice(tidx)
+    cute.copy(stmatrix, thr_store.retile(rounded), thr_store.partition_D(tile))

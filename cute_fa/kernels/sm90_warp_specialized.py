@@ -367,7 +367,7 @@ class Sm90WarpSpecialized:
         if is_storing_warp:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-        wgmma.store_accumulator(consumer.acc_O, sO[None, None, consumer.index], consumer.tidx)
+        wgmma.store_accumulator(consumer.mma_O, consumer.acc_O, sO[None, None, consumer.index], consumer.tidx)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
         whole = True
