@@ -83,7 +83,9 @@ def run(
     if plan.launch is None:
         o.zero_()
         if lse is not None:
-            lse.copy_(_lse_of_no_key(options))
+            lse.fill_(-torch.inf)
+            if options.sinks is not None:
+                lse.copy_(options.sinks.detach()[:, None])
         return out, lse
     if plan.awkward:
         q, k, v = (with_plain_strides(tensor) for tensor in (q, k, v))
@@ -94,11 +96,6 @@ def run(
         with torch.cuda.device(plan.device_index):
             plan.launch(q, k, v, o, lse, scale, *extra)
     return out, lse
-
-
-def _lse_of_no_key(options: ScoreOptions) -> torch.Tensor:
-    """lse of rows that see no key, to be broadcast to (B, H, S_q)."""
-    return torch.tensor(-torch.inf) if options.sinks is None else options.sinks.detach()[:, None]
 
 
 def _writable(plan: Plan, out, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

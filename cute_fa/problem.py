@@ -251,7 +251,7 @@ class ScoreOptions:
             if descale is None:
                 continue
             if like.dtype != FP8:
-                raise ValueError(f"{name} must be None for q of {like.dtype}: it is for {FP8}")
+                raise ValueError(f"{name} must be None for q of {like.dtype}, got {_brief(descale)}: it is for {FP8}")
             _check_option(name, descale, (torch.float32,), like)
             if tuple(descale.shape) not in ((num_heads_kv,), (batch, num_heads_kv)):
                 raise ValueError(
@@ -448,7 +448,7 @@ def _check_values(name: str, tensor: torch.Tensor) -> None:
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
     """The same, from a 16-byte boundary on."""
     _check_values(name, tensor)
-    if tensor.data_ptr() % VECTOR_BYTES:
+    if tensor.dtype != FP8 and tensor.data_ptr() % VECTOR_BYTES:  # fp8 is copied before a kernel reads it
         raise ValueError(
             f"{name} must start at an address that is a multiple of {VECTOR_BYTES} bytes, got one that is off by "
             f"{tensor.data_ptr() % VECTOR_BYTES}: a view into another tensor? Call .clone() on it"

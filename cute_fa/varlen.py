@@ -16,6 +16,7 @@ from cute_fa.launch import get_launch, score_arguments
 from cute_fa.plan import with_plain_strides
 from cute_fa.problem import (
     MAX_CTAS,
+    MAX_SEQLEN,
     NO_OPTIONS,
     SEQUENCE_TENSORS,
     AttentionProblem,
@@ -26,6 +27,12 @@ from cute_fa.problem import (
     widened,
 )
 
+LEAST_TILE_M = 64  # queries of a tile of the kernels that take packed ones
+# Tensors that say the same in two ways, or of a place that isn't there.
+_APART = {
+    ("seqused_k", "cache_batch_idx", "leftpad_k"): "cu_seqlens_k",
+    ("cache_batch_idx",): "block_table",
+}
 _MAX_PLANS = 4096
 _plans: dict[tuple, _Plan] = {}
 
@@ -61,20 +68,22 @@ def forward_varlen(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``cute_fa.forward`` of B members whose lengths are on the device, in one launch, with no copy and no padding.
 
-    The lengths are int32 on the device of q. On a GPU no host reads them, so that the call can be captured in a CUDA
-    graph; those that reach past the tensors are cut there. On the CPU they are checked.
+    The lengths are int32 on the device of q, their last dimension contiguous. On a GPU no host reads them, so that the
+    call can be captured in a CUDA graph; those that reach past the tensors are cut there. On the CPU they are checked.
 
     Args:
-        q: (total_q, H, D) with cu_seqlens_q, else (B, S_q, H, D).
+        q: (total_q, H, D) with cu_seqlens_q, else (B, S_q, H, D); fp16, bf16, or fp8 (e4m3), of which all that q, k and
+            v hold is widened to bf16 at each call.
         k: (total_k, H_kv, D) with cu_seqlens_k and no pages; (pages, page_size, H_kv, D) with a block_table; else
             (B_cache, S_k, H_kv, D). v likewise, with D_v.
-        max_seqlen_q, max_seqlen_k: at least the longest member's queries and keys.
+        max_seqlen_q, max_seqlen_k: at least the longest member's queries and keys; up to 2**30.
         cu_seqlens_q, cu_seqlens_k: (B + 1,): where each member's rows begin, from 0 up, and where the last one's end.
             With pages cu_seqlens_k only says how many keys each has.
-        seqused_k: (B,): where each member's keys end in its slice of the cache or its pages.
+        seqused_k: (B,): where each member's keys end in its slice of the cache or its pages; not beside cu_seqlens_k.
         block_table: (B, max_blocks): the pages of each member, in order.
-        cache_batch_idx: (B,): the slice of the cache for each member; its own number when None.
-        leftpad_k: (B,): the first key that counts.
+        cache_batch_idx: (B,): the slice of the cache for each member; its own number when None. Not beside cu_seqlens_k
+            or a block_table.
+        leftpad_k: (B,): the first key that counts; not beside cu_seqlens_k.
         causal, softmax_scale, kernel: as in ``cute_fa.forward``.
         options: those that change scores, but no ``attn_bias``; positions are those within the member.
 
@@ -193,8 +202,10 @@ def _describe(
     kinds = pages if block_table is not None else slices if cu_seqlens_k is None else tokens
     for name, tensor in (("k", k), ("v", v)):
         require_tensor(name, tensor, dims=kinds)
-    require_int("max_seqlen_q", max_seqlen_q)
-    require_int("max_seqlen_k", max_seqlen_k)
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        require_int(name, longest)
+        if not 0 <= longest <= MAX_SEQLEN:
+            raise ValueError(f"{name} must be from 0 to 2**30, got {longest}")
     if cu_seqlens_q is not None:
         require_tensor("cu_seqlens_q", cu_seqlens_q, like=q, dtype=torch.int32, shape=(None,))
         if not cu_seqlens_q.shape[0]:
@@ -210,6 +221,20 @@ def _describe(
         if tensor is not None and not name.startswith("cu_"):
             shape = (batch, None) if name == "block_table" else (batch,)
             require_tensor(name, tensor, like=q, dtype=torch.int32, shape=shape)
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name} must have a contiguous last dimension (stride 1), got strides {tuple(tensor.stride())}"
+            )
+    given = dict(zip(SEQUENCE_TENSORS, tensors, strict=True))
+    for names, beside in _APART.items():
+        for name in names:
+            if given[name] is not None and given[beside] is not None:
+                raise ValueError(f"{name} must be None beside {beside}, got a tensor")
+    if cu_seqlens_k is None and block_table is None:
+        if given["cache_batch_idx"] is None and k.shape[0] < batch:
+            raise ValueError(f"k must have a slice for each of {batch} members, got {k.shape[0]}")
+        if seqused_k is None and max_seqlen_k < k.shape[1]:
+            raise ValueError(f"max_seqlen_k must be at least the keys of a slice ({k.shape[1]}), got {max_seqlen_k}")
     if block_table is not None:
         if not k.shape[1] or not k.shape[0]:
             raise ValueError("block_table must be None for pages of no tokens, got a tensor")
@@ -228,9 +253,12 @@ def _describe(
     if options.attn_bias is not None:
         raise NotImplementedError("attn_bias must be None for members of lengths of their own, got a tensor")
     problem = describe(q4[:some], k4[:some], v4[:some], causal=causal, return_lse=True)
-    rows = batch * problem.num_heads * max_seqlen_q
-    if in_memory and rows > MAX_CTAS:
-        raise ValueError(f"max_seqlen_q must leave at most 2**31 - 1 rows over batch and heads, got {rows}")
+    rows_of_tile = 1 if cu_seqlens_q is None else LEAST_TILE_M
+    tiles = batch * problem.num_heads * -(-max_seqlen_q // rows_of_tile)
+    if in_memory and tiles > MAX_CTAS:
+        raise ValueError(
+            f"max_seqlen_q must leave at most 2**31 - 1 tiles of {rows_of_tile} rows over batch and heads, got {tiles}"
+        )
     options.check(batch, max_seqlen_q, max_seqlen_k, problem.num_heads, problem.num_heads_kv, q)
     if in_memory:
         options.check_memory()
@@ -281,6 +309,8 @@ def _check_values(q, k, tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
             raise ValueError(f"{name} must end at the number of tokens ({rows}) or before, got {bounds[-1]}")
         if side == "k" and lengths is None:
             lengths = sizes
+    if lengths is not None and max(lengths, default=0) > max_seqlen_k:
+        raise ValueError(f"max_seqlen_k must be at least the longest member ({max(lengths)}), got {max_seqlen_k}")
     if cache_batch_idx is not None:
         _require_between("cache_batch_idx", cache_batch_idx.tolist(), 0, k.shape[0] - 1)
     if lengths is None or k.dim() != 4:

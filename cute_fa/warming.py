@@ -46,7 +46,8 @@ def warmup(
 ) -> list[Warmed]:
     """Makes every combination ready: compiled, in the disk cache, and with a device also loaded there and run once, so
     that a CUDA graph can capture it. Kernels are compiled for no batch, heads or strides; which kernel and which tiles
-    serve a call depends on its lengths, so those of one query and of 512 to 8192 are all made ready.
+    serve a call depends on its lengths, so those of one query and of 512 to 8192 are all made ready. Calls with score
+    options, another head dimension of v, packed sequences or caches are not among them: they compile at their first.
 
     Args:
         head_dim, dtype, causal, return_lse: one value or several; all that there are by default, of head

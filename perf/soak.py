@@ -13,8 +13,6 @@ import multiprocessing
 import random
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -44,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=positive_int, metavar="N", help=f"default: {value}, or without a GPU {CPU_DEFAULTS[name]}"
         )
     parser.add_argument("--seed", type=int, default=0, help="of the first process; default: 0")
+    parser.add_argument(
+        "--seconds", type=positive_int, default=600, metavar="N", help="end processes that take longer; default: 600"
+    )
     add_output_arguments(parser)
 
 
@@ -54,16 +55,7 @@ def main(args: argparse.Namespace) -> int:
     problems, processes, longest = (getattr(args, name) or value for name, value in defaults.items())
     processes = min(processes, problems)
     counts = [problems // processes + (i < problems % processes) for i in range(processes)]
-    records = []
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        jobs = [pool.submit(soak, args.seed + i, count, longest) for i, count in enumerate(counts)]
-        for number, job in enumerate(jobs):
-            record = {"name": f"process {number}", "kind": "soak", "seed": args.seed + number}
-            try:
-                record |= job.result()
-            except BrokenProcessPool as error:
-                record |= {"problems": 0, "failures": [f"the process died: {error}"], "kernels": {}, "seconds": 0.0}
-            records.append(record)
+    records = run_all([(args.seed + i, count, longest) for i, count in enumerate(counts)], args.seconds)
     failures = [failure for record in records for failure in record["failures"]]
     if wants_tables(args):
         rows = [
@@ -80,6 +72,36 @@ def main(args: argparse.Namespace) -> int:
     else:
         progress("Emulated only: no CUDA device is visible to PyTorch.")
     return int(bool(failures))
+
+
+def run_all(jobs: list[tuple[int, int, int]], seconds: float) -> list[dict]:
+    """``soak`` of each job in a process of its own; one that dies or hangs is a failure, and nobody else's."""
+    context, deadline = multiprocessing.get_context("spawn"), time.monotonic() + seconds
+    running = []
+    for job in jobs:
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(there, *job))
+        process.start()
+        there.close()
+        running.append((job, process, here))
+    records = []
+    for number, ((seed, count, _), process, here) in enumerate(running):
+        found = {"problems": 0, "failures": [], "kernels": {}, "seconds": seconds}
+        try:
+            if here.poll(max(0.0, deadline - time.monotonic())):
+                found = here.recv()
+            else:
+                found["failures"] = [f"{count} problems of seed {seed} took longer than {seconds} s: a hang?"]
+        except EOFError:
+            found["failures"] = [f"the process of seed {seed} died"]
+        process.kill()
+        process.join()
+        records.append({"name": f"process {number}", "kind": "soak", "seed": seed, **found})
+    return records
+
+
+def _work(pipe, *job) -> None:
+    pipe.send(soak(*job))
 
 
 @dataclass(frozen=True)

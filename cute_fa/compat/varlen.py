@@ -33,7 +33,8 @@ def flash_attn_varlen_func(
     not read by the host, and cut to the tensors where they reach past them; on the CPU they are checked.
 
     Args:
-        q: (total_q, H, D); k, v: (total_k, H_kv, D), or with a block_table (num_blocks, page_size, H_kv, D).
+        q: (total_q, H, D); k: (total_k, H_kv, D), or with a block_table (num_blocks, page_size, H_kv, D); v likewise,
+            with D_v.
         cu_seqlens_q, cu_seqlens_k: (B + 1,), int32, on the device of q: where each sequence begins, from 0 up, and
             where the last ends. A sequence may have no queries or no keys.
         max_seqlen_q, max_seqlen_k: at least the longest sequence.
@@ -41,7 +42,7 @@ def flash_attn_varlen_func(
         the others: as in ``cute_fa.compat.dense.flash_attn_func``.
 
     Returns:
-        o (total_q, H, D), or (o, lse (H, total_q) fp32, an empty tensor). Rows behind the last sequence are 0.
+        o (total_q, H, D_v), or (o, lse (H, total_q) fp32, an empty tensor). Rows behind the last sequence are 0.
 
     Raises:
         TypeError, ValueError, NotImplementedError: before a launch, naming the argument and what is allowed.

@@ -120,9 +120,11 @@ def _is_part_barrier(instruction: Instruction, kernel: Kernel) -> bool:
     """Whether it is a barrier of the threads that it counts, not of the CTA."""
     if not is_barrier(instruction):
         return False
-    count = instruction.operands[1] if len(instruction.operands) > 1 else None
+    number, count = instruction.operands[0], instruction.operands[1] if len(instruction.operands) > 1 else None
     threads = math.prod(kernel.block) if kernel.block else None
-    whole = count is None or (isinstance(count, Imm) and count.value == threads)
+    # Named barriers with a count are of those who take part, also where these are as many as the CTA has.
+    is_first = isinstance(number, Imm) and number.value == 0
+    whole = count is None or (is_first and isinstance(count, Imm) and count.value == threads)
     return not (whole and instruction.opcode in _WHOLE_BARRIERS)
 
 

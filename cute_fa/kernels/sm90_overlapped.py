@@ -19,6 +19,7 @@ from cute_fa.config import Sm90Config
 from cute_fa.device import wgmma
 from cute_fa.device.consumer import Consumer
 from cute_fa.device.query_tiles import QueryTiles
+from cute_fa.device.wgmma import ROWS
 from cute_fa.kernels.sm90_warp_specialized import GROUP_BARRIER, TURN_BARRIER, WARPGROUP, Sm90WarpSpecialized
 from cute_fa.problem import StaticProblem, padded_head_dim
 
@@ -32,6 +33,13 @@ class Sm90Overlapped(Sm90WarpSpecialized):
         qk, vo = padded_head_dim(static.head_dim), padded_head_dim(static.head_dim_v)
         elements = config.tile_m * (2 * qk + vo) + config.num_stages * config.tile_n * (qk + vo)
         return config.max_ctas is not None and elements * 2 <= get_arch("sm_90a").smem_per_cta - 1024
+
+    @classmethod
+    def check(cls, static: StaticProblem, config: Sm90Config, arch: str) -> None:
+        """Raises ValueError if the kernel can't be built with this configuration."""
+        super().check(static, config, arch)
+        if config.tile_m < 2 * ROWS:
+            raise ValueError(f"tile_m must be 128 or 192 (warpgroups of 64 rows take turns), got {config.tile_m}")
 
     def __init__(self, static: StaticProblem, config: Sm90Config):
         super().__init__(static, config)

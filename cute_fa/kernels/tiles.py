@@ -17,8 +17,7 @@ class HeadDim:
     """A head dimension, and how the tiles have it that may be wider.
 
     Tiles in shared memory have ``padded`` columns, as layouts' atoms need them; products compute ``used`` ones, in
-    steps of 16 (P V of wgmma ``size`` itself). Zeros are loaded behind the last element, and nothing of what lies there
-    is stored.
+    steps of 16 (P V of wgmma all). Zeros are loaded behind the last element, and nothing of what lies there is stored.
     """
 
     size: int

@@ -66,6 +66,9 @@ WRONG = {
     "alibi_slopes": GIVEN,
     "sinks": GIVEN,
     "attn_bias": GIVEN.filter(lambda one: not isinstance(one, torch.Tensor) or one.dim()),
+    "q_descale": GIVEN,
+    "k_descale": GIVEN,
+    "v_descale": GIVEN,
     "kernel": JUNK,
     "layout": JUNK.filter(lambda one: one is not None),
 }

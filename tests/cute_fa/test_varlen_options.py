@@ -68,6 +68,17 @@ def check_packed(generator, causal, window, head_dim, head_dim_v, kernel="auto")
     assert not o[203:].any() and (lse[:, 203:] == -torch.inf).all()
 
 
+def test_packed_sequences_tile_after_tile(on_hopper, monkeypatch, generator):
+    """Two CTAs for all tiles: the step from one member's tile to another's, and the zeroing of V behind a member."""
+
+    def select_two_ctas(*args):
+        rung, config = select(*args)
+        return rung, replace(config, max_ctas=2)
+
+    monkeypatch.setattr("cute_fa.varlen.select", select_two_ctas)
+    check_packed(generator, True, (-1, -1), 64, 64, "kernel11")
+
+
 def test_caches_on_hopper(on_hopper, generator):
     """Members in slots of their own, that begin and end where they do; what lies around is no number."""
     q = draw(generator, 3, 70, HEADS, 64)
@@ -153,3 +164,50 @@ def test_what_is_not_served_is_refused_by_name(options, kernel, exception, match
     tensors, lengths = packed(generator)
     with pytest.raises(exception, match=match):
         forward_varlen(*tensors, **lengths, options=ScoreOptions(**options), kernel=kernel)
+
+
+INT = {"dtype": torch.int32}
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        ({"seqused_k": torch.zeros(4, **INT)}, "seqused_k must be None beside cu_seqlens_k"),
+        ({"leftpad_k": torch.zeros(4, **INT)}, "leftpad_k must be None beside cu_seqlens_k"),
+        ({"cache_batch_idx": torch.zeros(4, **INT)}, "cache_batch_idx must be None beside cu_seqlens_k"),
+        (
+            {"cu_seqlens_q": torch.stack([CU_Q, CU_Q], 1)[:, 0]},
+            r"cu_seqlens_q must have a contiguous .* \(2,\)",
+        ),
+        ({"max_seqlen_q": -1}, r"max_seqlen_q must be from 0 to 2\*\*30, got -1"),
+        ({"max_seqlen_k": 2**31}, r"max_seqlen_k must be from 0 to 2\*\*30, got 2147483648"),
+        ({"max_seqlen_k": 169}, r"max_seqlen_k must be at least the longest sequence of cu_seqlens_k \(170\), got 169"),
+    ],
+    ids=str,
+)
+def test_misuse_of_packed_sequences_is_refused_by_name(change, match, generator):
+    (q, k, v), lengths = packed(generator)
+    with pytest.raises(ValueError, match=match):
+        forward_varlen(q, k, v, **lengths | change)
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        ({}, r"k must have a slice for each of 3 members, got 2"),
+        ({"cache_batch_idx": torch.tensor([0, 1, 1], **INT), "max_seqlen_k": 5}, r"max_seqlen_k must .*\(40\), got 5"),
+        ({"cache_batch_idx": torch.tensor([0, 1, 1], **INT), "seqused_k": None, "max_seqlen_k": 39},
+         r"max_seqlen_k must be at least the keys of a slice \(40\), got 39"),
+        ({"block_table": torch.zeros(3, 1, **INT), "cache_batch_idx": torch.tensor([0, 1, 1], **INT)},
+         "cache_batch_idx must be None beside block_table"),
+        ({"block_table": torch.zeros(2, 3, **INT).T}, r"block_table must have a contiguous last dimension"),
+        ({"cache_batch_idx": torch.zeros(6, **INT)[::2]}, r"cache_batch_idx must have a contiguous .* strides \(2,\)"),
+        ({"seqused_k": torch.ones(1, **INT).expand(3)}, r"seqused_k must have a contiguous .* strides \(0,\)"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_misuse_of_caches_is_refused_by_name(change, match, generator):
+    q, k = draw(generator, 3, 20, HEADS, 64), draw(generator, 2, 40, HEADS_KV, 64)
+    given = {"seqused_k": torch.full((3,), 40, dtype=torch.int32), "max_seqlen_q": 20, "max_seqlen_k": 40} | change
+    with pytest.raises(ValueError, match=match):
+        forward_varlen(q, k, k.clone(), **given)

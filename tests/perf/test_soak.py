@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 
 import pytest
 import torch
@@ -100,3 +103,25 @@ def test_a_fault_ends_the_process_and_is_named(monkeypatch):
     found = soak.soak(0, 5, 50)
     assert found["problems"] == 0 and len(found["failures"]) == 1
     assert "illegal memory access" in found["failures"][0] and "lengths=" in found["failures"][0]
+
+
+def die(pipe, *_job):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(pipe, *_job):
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("work, said", [(die, "the process of seed 3 died"), (hang, "took longer than 8 s: a hang?")])
+def test_a_process_that_dies_or_hangs_is_a_failure(work, said, monkeypatch):
+    monkeypatch.setattr(soak, "_work", work)
+    (record,) = soak.run_all([(3, 5, 50)], 8)
+    assert record["problems"] == 0 and said in record["failures"][0]
+
+
+def test_fp8_of_any_alignment(generator):
+    """Rows that start off a 16-byte boundary, as slices of fp8 do: they are copied anyhow."""
+    problem = problem_of(Kind(FP8, 72, 72, False, frozenset(), False), strides="sliced")
+    tensor = problem.tensor(generator, 20, 4, 72)
+    assert tensor.data_ptr() % 16 and soak.attempt(problem, CPU)[1] == ""
