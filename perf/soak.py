@@ -13,8 +13,9 @@ import multiprocessing
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -33,6 +34,7 @@ KINDS = 10  # of problems that a process draws: each is a compilation
 GPU_DEFAULTS = {"problems": 1000, "processes": 10, "longest": 3000}
 CPU_DEFAULTS = {"problems": 20, "processes": 1, "longest": 120}
 RARE = 0.15  # how often an option is on
+PLACES = ("slices", "packed", "cache", "pages")  # of the members of a batch; all but the first by forward_varlen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,14 +115,15 @@ class Kind:
     head_dim_v: int
     causal: bool
     options: frozenset[str]
-    packed: bool
+    place: str
 
     @staticmethod
     def draw(rng: random.Random) -> Kind:
         """The usual head dimensions often, each option rarely."""
         head_dim = rng.choice([64, 64, 128, 128, 256, rng.choice(HEAD_DIMS)])
-        packed = rng.random() < RARE
-        names = ["left", "right", "softcap", "alibi_slopes", "sinks", *([] if packed else ["attn_bias", "mask"])]
+        place = rng.choice(PLACES[1:]) if rng.random() < 2 * RARE else "slices"
+        names = ["left", "right", "softcap", "alibi_slopes", "sinks"]
+        names += ["attn_bias", "mask"] if place == "slices" else []
         options = {name for name in names if rng.random() < RARE}
         if "mask" in options:
             options.discard("attn_bias")
@@ -130,7 +133,7 @@ class Kind:
             head_dim_v=rng.choice(HEAD_DIMS) if rng.random() < RARE else head_dim,
             causal=rng.random() < 0.5,
             options=frozenset(options),
-            packed=packed,
+            place=place,
         )
 
 
@@ -150,15 +153,18 @@ class Problem:
 
     @staticmethod
     def draw(kind: Kind, rng: random.Random, longest: int) -> Problem:
-        """Short lengths as often as long ones; members of a batch alike unless they are packed."""
+        """Short lengths as often as long ones. Packed members differ, those of a cache in their keys alone."""
 
         def length(least: int) -> int:
             return max(least, round(math.exp(rng.uniform(0, math.log(longest)))))
 
         batch = rng.choice([1, 1, 2, 3])
         pairs = tuple((length(1), length(1)) for _ in range(batch))
-        if kind.packed:
+        if kind.place != "slices":
             pairs = tuple((rng.choice([0, s_q, s_q]), rng.choice([0, s_k, s_k])) for s_q, s_k in pairs)
+            if kind.place != "packed":
+                seqlen_q = rng.choice([1, 1, 4, pairs[0][0]])
+                pairs = tuple((seqlen_q, seqlen_k) for _, seqlen_k in pairs)
         elif rng.random() < 0.5:
             pairs = ((pairs[0][0], pairs[0][0]),) * batch
         else:
@@ -170,9 +176,8 @@ class Problem:
             kind.dtype == FP8 and rng.random() < 0.7, rng.randrange(2**31),
         )  # fmt: skip
 
-    def tensor(self, generator: torch.Generator, rows: int, heads: int, head_dim: int) -> torch.Tensor:
-        """Random normal (B, rows, heads, head_dim), packed ones of a batch of one, with the problem's strides."""
-        batch = 1 if self.kind.packed else len(self.lengths)
+    def tensor(self, generator: torch.Generator, batch: int, rows: int, heads: int, head_dim: int) -> torch.Tensor:
+        """Random normal (batch, rows, heads, head_dim) with the problem's strides."""
         shape = (batch, rows, heads, head_dim)
         if self.strides == "heads first":
             shape = (batch, heads, rows, head_dim)
@@ -183,6 +188,65 @@ class Problem:
         if self.strides == "heads first":
             return values.transpose(1, 2)
         return values[:, :, 1:, 16:] if self.strides == "sliced" else values
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a problem's members lie.
+
+    Args:
+        shape_q, shape_k: (batch, rows) of the tensors of queries, and of keys and values.
+        arguments: of ``forward_varlen``; None for ``cute_fa.forward``.
+        queries: of each member, (first, end) in a batch of one; None if each has a slice.
+        keys: takes (tensor, member) to that member's rows (1, S_k, heads, D).
+    """
+
+    shape_q: tuple[int, int]
+    shape_k: tuple[int, int]
+    arguments: dict | None
+    queries: list[tuple[int, int]] | None
+    keys: Callable[[torch.Tensor, int], torch.Tensor] | None
+
+    @staticmethod
+    def of(problem: Problem, device: torch.device) -> Placement:
+        """Draws what the problem's kind leaves open."""
+        lengths_q, lengths_k = map(list, zip(*problem.lengths, strict=True))
+        batch, place, rng = len(lengths_q), problem.kind.place, random.Random(problem.seed)
+
+        def integers(values) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        if place == "slices":
+            return Placement((batch, lengths_q[0]), (batch, lengths_k[0]), None, None, None)
+        longest = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+        if place == "packed":
+            bounds_q, bounds_k = ([0, *accumulate(side)] for side in (lengths_q, lengths_k))
+            packed = longest | {"cu_seqlens_q": integers(bounds_q), "cu_seqlens_k": integers(bounds_k)}
+            both = (1, bounds_q[-1]), (1, bounds_k[-1])
+            parts = list(pairwise(bounds_k))
+            return Placement(*both, packed, list(pairwise(bounds_q)), lambda t, i: t[:, slice(*parts[i])])
+        used = longest | {"seqused_k": integers(lengths_k)}
+        if place == "cache":
+            rows, num_slots = max(lengths_k) + rng.choice([0, 1, 50]), batch + rng.choice([0, 2])
+            slots = rng.sample(range(num_slots), batch)
+            starts = [rng.randint(0, length) if rng.random() < 0.5 else 0 for length in lengths_k]
+            used |= {"cache_batch_idx": integers(slots), "leftpad_k": integers(starts)}
+            spans = list(zip(slots, starts, lengths_k, strict=True))
+            shape_k = (num_slots, rows)
+            return Placement((batch, lengths_q[0]), shape_k, used, None, lambda t, i: _span(t, *spans[i]))
+        page_size = rng.choice([1, 16, 64, 100])
+        blocks = max(1, *(-(-length // page_size) for length in lengths_k))
+        table = rng.sample(range(batch * blocks + 3), batch * blocks)
+        table = [table[i * blocks : (i + 1) * blocks] for i in range(batch)]
+        used |= {"block_table": integers(table)}
+        return Placement(
+            (batch, lengths_q[0]), (batch * blocks + 3, page_size), used, None,
+            lambda t, i: t[table[i]].flatten(0, 1)[None, : lengths_k[i]],
+        )  # fmt: skip
+
+
+def _span(tensor: torch.Tensor, batch: int, first: int, end: int) -> torch.Tensor:
+    return tensor[batch : batch + 1, first:end]
 
 
 def soak(seed: int, count: int, longest: int) -> dict:
@@ -209,17 +273,17 @@ def soak(seed: int, count: int, longest: int) -> dict:
 def attempt(problem: Problem, device: torch.device) -> tuple[str, str]:
     """(which kernel was taken, what was wrong with its result or "")."""
     kind, generator = problem.kind, torch.Generator(device).manual_seed(problem.seed)
-    rows_q, rows_k = (sum(side) if kind.packed else side[0] for side in zip(*problem.lengths, strict=True))
-    q = problem.tensor(generator, rows_q, problem.num_heads, kind.head_dim)
-    k = problem.tensor(generator, rows_k, problem.num_heads_kv, kind.head_dim)
-    v = problem.tensor(generator, rows_k, problem.num_heads_kv, kind.head_dim_v)
+    placement = Placement.of(problem, device)
+    q = problem.tensor(generator, *placement.shape_q, problem.num_heads, kind.head_dim)
+    k = problem.tensor(generator, *placement.shape_k, problem.num_heads_kv, kind.head_dim)
+    v = problem.tensor(generator, *placement.shape_k, problem.num_heads_kv, kind.head_dim_v)
     options = _draw_options(problem, generator)
-    if kind.packed:
-        kernel, call = _packed_call(problem, q, k, v, options)
-    else:
+    if placement.arguments is None:
         kernel, call = _plain_call(problem, q, k, v, options)
+    else:
+        kernel, call = kind.place, _placed_call(problem, placement, q, k, v, options)
     o, lse = call()
-    for name, result, expected, allowed in _expectations(problem, q, k, v, options, o, lse):
+    for name, result, expected, allowed in _expectations(problem, placement, q, k, v, options, o, lse):
         error = (result - expected).abs().nan_to_num(torch.inf)
         error = error.masked_fill(result == expected, 0.0)  # infinities
         if (error > allowed).any():
@@ -270,37 +334,33 @@ def _plain_call(problem: Problem, q, k, v, options: ScoreOptions):
     return select(described, arch)[0].name, call
 
 
-def _packed_call(problem: Problem, q, k, v, options: ScoreOptions):
-    bounds_q, bounds_k = _bounds(problem, q.device)
-    longest_q, longest_k = (max(side) for side in zip(*problem.lengths, strict=True))
+def _placed_call(problem: Problem, placement: Placement, q, k, v, options: ScoreOptions):
+    packed = problem.kind.place == "packed"
+    tensors = [tensor[0] for tensor in (q, k, v)] if packed else [q, k, v]
 
     def call():
-        return forward_varlen(
-            q[0], k[0], v[0], cu_seqlens_q=bounds_q, cu_seqlens_k=bounds_k, max_seqlen_q=longest_q,
-            max_seqlen_k=longest_k, causal=problem.kind.causal, softmax_scale=problem.softmax_scale, options=options,
+        o, lse = forward_varlen(
+            *tensors, **placement.arguments, causal=problem.kind.causal, softmax_scale=problem.softmax_scale,
+            options=options,
         )  # fmt: skip
+        return (o[None], lse[None]) if packed else (o, lse)
 
-    return "packed", call
-
-
-def _bounds(problem: Problem, device) -> list[torch.Tensor]:
-    sides = zip(*problem.lengths, strict=True)
-    return [torch.tensor([0, *side], device=device).cumsum(0).to(torch.int32) for side in sides]
+    return call
 
 
-def _expectations(problem: Problem, q, k, v, options: ScoreOptions, o, lse):
-    """(name, result, expected, allowed) for o and lse, of packed sequences one after the other."""
-    if not problem.kind.packed:
+def _expectations(problem: Problem, placement: Placement, q, k, v, options: ScoreOptions, o, lse):
+    """(name, result, expected, allowed) for o and lse, of members with lengths of their own one after the other."""
+    if placement.arguments is None:
         yield from _of_batch(problem, q, k, v, options, o, lse)
         return
-    bounds = [side.tolist() for side in _bounds(problem, "cpu")]
-    for i, ((first_q, end_q), (first_k, end_k)) in enumerate(zip(*map(pairwise, bounds), strict=True)):
-        rows, keys = slice(first_q, end_q), slice(first_k, end_k)
+    for i in range(len(problem.lengths)):
+        batch, (first, end) = (i, (0, q.shape[1])) if placement.queries is None else (0, placement.queries[i])
         own = {
             name: tensor[i : i + 1] for name, tensor in options.tensors.items() if name != "sinks" and tensor.dim() == 2
         }
-        member = replace(options, **own)
-        yield from _of_batch(problem, q[:, rows], k[:, keys], v[:, keys], member, o[None, rows], lse[None, :, rows])
+        keys = (placement.keys(tensor, i) for tensor in (k, v))
+        results = _span(o, batch, first, end), lse[batch : batch + 1, :, first:end]
+        yield from _of_batch(problem, _span(q, batch, first, end), *keys, replace(options, **own), *results)
 
 
 def _of_batch(problem: Problem, q, k, v, options: ScoreOptions, o, lse):

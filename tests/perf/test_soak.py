@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from perf import soak
 from perf.soak import Kind, Problem
 
 CPU = torch.device("cpu")
-PLAIN = Kind(torch.bfloat16, 64, 64, True, frozenset(), False)
+PLAIN = Kind(torch.bfloat16, 64, 64, True, frozenset(), "slices")
 
 
 def problem_of(kind: Kind = PLAIN, **changes) -> Problem:
@@ -32,7 +33,7 @@ def test_everything_is_drawn_sooner_or_later():
     assert set().union(*(kind.options for kind in kinds)) == {
         "left", "right", "softcap", "alibi_slopes", "sinks", "attn_bias", "mask",
     }  # fmt: skip
-    assert {kind.packed for kind in kinds} == {False, True} and len({kind.head_dim for kind in kinds}) > 20
+    assert {kind.place for kind in kinds} == set(soak.PLACES) and len({kind.head_dim for kind in kinds}) > 20
     assert any(kind.head_dim != kind.head_dim_v for kind in kinds)
     assert all(kind.head_dim in HEAD_DIMS and kind.head_dim_v in HEAD_DIMS for kind in kinds)
     assert any(problem.descaled for problem in problems) and {p.strides for p in problems} == {
@@ -45,24 +46,29 @@ def test_everything_is_drawn_sooner_or_later():
 def test_what_is_drawn_is_valid(seed):
     rng = random.Random(seed)
     problem = Problem.draw(Kind.draw(rng), rng, 50)
-    generator = torch.Generator().manual_seed(seed)
-    if problem.kind.packed:
-        return
-    (seqlen_q, seqlen_k), kind = problem.lengths[0], problem.kind
-    q = problem.tensor(generator, seqlen_q, problem.num_heads, kind.head_dim)
-    k = problem.tensor(generator, seqlen_k, problem.num_heads_kv, kind.head_dim)
-    v = problem.tensor(generator, seqlen_k, problem.num_heads_kv, kind.head_dim_v)
-    AttentionProblem.from_tensors(q, k, v, causal=kind.causal, options=soak._draw_options(problem, generator))
+    generator, kind = torch.Generator().manual_seed(seed), problem.kind
+    placement = soak.Placement.of(problem, CPU)
+    q = problem.tensor(generator, *placement.shape_q, problem.num_heads, kind.head_dim)
+    k = problem.tensor(generator, *placement.shape_k, problem.num_heads_kv, kind.head_dim)
+    v = problem.tensor(generator, *placement.shape_k, problem.num_heads_kv, kind.head_dim_v)
+    options = soak._draw_options(problem, generator)
+    if placement.arguments is None:
+        AttentionProblem.from_tensors(q, k, v, causal=kind.causal, options=options)
+    for i, (_, seqlen_k) in enumerate(problem.lengths if placement.keys else ()):
+        start = placement.arguments["leftpad_k"][i] if kind.place == "cache" else 0
+        assert placement.keys(k, i).shape == (1, seqlen_k - start, problem.num_heads_kv, kind.head_dim)
 
 
 @pytest.mark.parametrize(
     "problem",
     [
         problem_of(strides="sliced"),
-        problem_of(Kind(FP8, 64, 64, False, frozenset({"left", "alibi_slopes"}), True), descaled=True),
-        problem_of(Kind(torch.float16, 64, 64, False, frozenset({"mask", "sinks"}), False), strides="heads first"),
+        problem_of(Kind(FP8, 64, 64, False, frozenset({"left", "alibi_slopes"}), "packed"), descaled=True),
+        problem_of(Kind(torch.float16, 64, 64, False, frozenset({"mask", "sinks"}), "slices"), strides="heads first"),
+        problem_of(replace(PLAIN, place="cache"), lengths=((3, 40), (3, 0), (3, 25)), seed=2),
+        problem_of(replace(PLAIN, place="pages"), lengths=((3, 40), (3, 25)), seed=2),
     ],
-    ids=["plain", "packed fp8", "masked"],
+    ids=["plain", "packed fp8", "masked", "cache", "pages"],
 )
 def test_right_results_pass(problem):
     assert soak.attempt(problem, CPU)[1] == ""
@@ -122,6 +128,6 @@ def test_a_process_that_dies_or_hangs_is_a_failure(work, said, monkeypatch):
 
 def test_fp8_of_any_alignment(generator):
     """Rows that start off a 16-byte boundary, as slices of fp8 do: they are copied anyhow."""
-    problem = problem_of(Kind(FP8, 72, 72, False, frozenset(), False), strides="sliced")
-    tensor = problem.tensor(generator, 20, 4, 72)
+    problem = problem_of(Kind(FP8, 72, 72, False, frozenset(), "slices"), strides="sliced")
+    tensor = problem.tensor(generator, 1, 20, 4, 72)
     assert tensor.data_ptr() % 16 and soak.attempt(problem, CPU)[1] == ""
