@@ -145,14 +145,14 @@ def test_options_and_lengths_spill_nothing(head_dim, features, sequences):
     assert found.stack_bytes == 0 and found.local_bytes == 0 and found.ctas_per_sm == 1
 
 
-def test_products_leave_out_the_columns_that_only_the_tiles_have():
-    """72 columns of 128 in P V, and five steps of 16 of Q K^T."""
+def test_scores_leave_out_the_columns_that_only_the_tiles_have():
+    """At head dimension 136 nine steps of 16 of Q K^T, where tiles of 192 columns have twelve; P V takes all of V's."""
     rung = KERNELS["kernel8"]
-    ptx = artifacts(rung, 72).ptx
-    output = count(r"wgmma\.mma_async\.sync\.aligned\.m64n72k16", ptx)
-    scores = count(r"wgmma\.mma_async\.sync\.aligned\.m64n128k16", ptx)
+    ptx, tile_n = artifacts(rung, 136).ptx, rung.config_for(136).tile_n
+    scores = count(rf"wgmma\.mma_async\.sync\.aligned\.m64n{tile_n}k16", ptx)
+    output = count(r"wgmma\.mma_async\.sync\.aligned\.m64n192k16", ptx)
     blocks = 2  # the loops with and without a mask
-    assert output == blocks * rung.config.tile_n // 16 and scores == blocks * 5
+    assert scores == blocks * 9 and output == blocks * tile_n // 16 and tile_n != 192
 
 
 @pytest.mark.parametrize("layout", HARDWARE_LAYOUTS, ids=lambda layout: layout.name)
