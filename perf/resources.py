@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cute_fa.arch import ctas_per_sm, get_arch
-from cute_fa.compiled import get_artifacts
+from cute_fa.compiled import get_artifacts, kernel_name
 from cute_fa.config import KernelConfig
+from cute_fa.emulator.parse import only_entry
 from cute_fa.ladder import Rung, resolve_kernel
 from cute_fa.problem import StaticProblem
 
@@ -62,7 +63,9 @@ class Resources:
 
 @functools.cache
 def resources_of(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str) -> Resources:
-    """Compiles a rung for an architecture, present or not, and reads the cubin and the PTX.
+    """Compiles a rung for an architecture, present or not, and reads the cubin and the PTX of its kernel.
+
+    A second kernel that merges what the first left is no part of it.
 
     Raises:
         ValueError: the rung can't be built for that architecture, or with that configuration.
@@ -72,13 +75,14 @@ def resources_of(static: StaticProblem, rung: Rung, config: KernelConfig, arch: 
     rung.check(static, config, arch)
     artifacts = get_artifacts(static, rung, config, arch)
     smem_bytes = rung.kernel.smem_bytes(static, config)
-    usage = cubin_usage(artifacts.cubin)
+    usage = cubin_usage(artifacts.cubin, kernel_name(rung))
+    ptx = only_entry(artifacts.ptx, kernel_name(rung))
     ctas = occupancy = None
     if usage is not None:
         ctas = ctas_per_sm(limits, config.num_threads, usage["REG"], smem_bytes)
         occupancy = ctas * config.num_threads / limits.threads_per_sm
     registers, stack, local = (usage[key] if usage else None for key in ("REG", "STACK", "LOCAL"))
-    return Resources(arch, registers, stack, local, smem_bytes, ctas, occupancy, instruction_counts(artifacts.ptx))
+    return Resources(arch, registers, stack, local, smem_bytes, ctas, occupancy, instruction_counts(ptx))
 
 
 def instruction_counts(ptx: str) -> dict[str, int]:
@@ -91,8 +95,8 @@ def instruction_counts(ptx: str) -> dict[str, int]:
     return counts
 
 
-def cubin_usage(cubin: bytes) -> dict[str, int] | None:
-    """REG, STACK, SHARED and LOCAL of a cubin's only kernel; None where there is no cuobjdump.
+def cubin_usage(cubin: bytes, name: str) -> dict[str, int] | None:
+    """REG, STACK, SHARED and LOCAL of a kernel, by its name but for a number; None where there is no cuobjdump.
 
     Raises:
         RuntimeError: cuobjdump can't read it.
@@ -106,18 +110,18 @@ def cubin_usage(cubin: bytes) -> dict[str, int] | None:
         done = subprocess.run([tool, "--dump-resource-usage", str(path)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{tool} --dump-resource-usage failed with status {done.returncode}: {done.stderr.strip()}")
-    return parse_usage(done.stdout)
+    return parse_usage(done.stdout, name)
 
 
-def parse_usage(text: str) -> dict[str, int]:
+def parse_usage(text: str, name: str) -> dict[str, int]:
     """The numbers of the line "REG:168 STACK:0 SHARED:1024 LOCAL:0 ..." of ``cuobjdump --dump-resource-usage``.
 
     Raises:
-        RuntimeError: the text has none or more than one such line.
+        RuntimeError: the text has no such line for this kernel, or several.
     """
-    lines = [line for line in text.splitlines() if re.search(r"\bREG:\d+", line)]
+    lines = re.findall(rf"Function {re.escape(name)}(?:_\d+)?:\n(.*\bREG:\d+.*)", text)
     if len(lines) != 1:
-        raise RuntimeError(f"expected the resource usage of one kernel from cuobjdump, got {len(lines)}: {text!r}")
+        raise RuntimeError(f"expected the resource usage of {name} once from cuobjdump, got {len(lines)}: {text!r}")
     return {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", lines[0])}
 
 

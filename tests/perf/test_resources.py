@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_fa.arch import REGISTERS_PER_SM, get_arch
-from cute_fa.ladder import KERNELS, Rung
+from cute_fa.ladder import KERNELS, LADDER, Rung
 from cute_fa.problem import StaticProblem
 from layouts import PLAIN, SWIZZLE_333
 from perf import resources
@@ -86,17 +86,27 @@ def test_without_cuobjdump_the_rest_is_still_told(monkeypatch):
 @needs_cuobjdump
 def test_cuobjdump_failure_is_an_error():
     with pytest.raises(RuntimeError, match=r"cuobjdump.* failed with status"):
-        cubin_usage(b"no cubin")
+        cubin_usage(b"no cubin", "k")
 
 
 def test_parse_usage():
     line = "  REG:40 STACK:8 SHARED:1024 LOCAL:16 CONSTANT[0]:724 TEXTURE:0 SURFACE:0 SAMPLER:0\n"
-    text = "Resource usage:\n Function k:\n" + line
-    usage = parse_usage(text)
+    text = "Resource usage:\n Function k_0:\n" + line
+    other = " Function k_combine_1:\n" + line.replace("40", "99")
+    usage = parse_usage(other + text + other, "k")
     assert (usage["REG"], usage["STACK"], usage["SHARED"], usage["LOCAL"]) == (40, 8, 1024, 16)
-    for wrong in ("", text + line):
-        with pytest.raises(RuntimeError, match="resource usage of one kernel"):
-            parse_usage(wrong)
+    for wrong in ("", other, text + text):
+        with pytest.raises(RuntimeError, match="resource usage of k once"):
+            parse_usage(wrong, "k")
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
+def test_every_rung_has_resources(rung):
+    """Also one of two kernels: what is told is that of the first."""
+    arch = "sm_90a"
+    found = resources_of(static(64), rung, rung.config_for(64), arch)
+    assert found.registers > 32 and found.smem_bytes > 8192 and found.occupancy > 0
 
 
 def test_instruction_families():
