@@ -13,10 +13,10 @@ import json
 import torch
 
 import cute_fa
-from cute_fa.arch import arch_of_capability
+from cute_fa.arch import ARCHS, arch_of_capability
 from cute_fa.config import KernelConfig
 from cute_fa.emulator import DEFAULT_ARCH, EmulatedForward, emulate_forward
-from cute_fa.ladder import KERNELS, LADDER
+from cute_fa.ladder import KERNELS, LADDER, Rung
 from layouts import SmemLayout
 from perf.cases import Case
 from perf.contestants import own_device, rung_contestant
@@ -112,6 +112,11 @@ def emulate_case(
 def config_for(case: Case, name: str, arch: str = DEFAULT_ARCH, layout: SmemLayout | None = None) -> KernelConfig:
     """What this machine would run a rung with."""
     return rung_contestant(KERNELS[name], layout).choose(case.problem(own_device()), arch).config
+
+
+def arch_of(rung: Rung) -> str:
+    """An architecture for which the emulator runs a rung: its own where it can be, else the rung's first."""
+    return next(arch for arch in (DEFAULT_ARCH, *ARCHS) if rung.runs_on(arch))
 
 
 def emulated_rungs() -> list[str]:

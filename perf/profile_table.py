@@ -21,7 +21,7 @@ import torch
 import cute_fa
 from cute_fa.arch import arch_of_capability
 from cute_fa.config import KernelConfig
-from cute_fa.emulator import DEFAULT_ARCH, EmulatedForward, EmulationError, estimate_seconds
+from cute_fa.emulator import EmulatedForward, EmulationError, estimate_seconds
 from cute_fa.kernels.sm80_serial import Sm80Serial
 from cute_fa.ladder import KERNELS, LADDER
 from layouts.access import kernel_paths
@@ -239,7 +239,9 @@ def compared_records(case: Case, rung: Contestant, arch: str | None) -> list[dic
     records = []
     for counter, (paths, exact) in emulation.COUNTERS.items():
         ideal, actual = (sum(predicted.get(path, (0, 0))[i] for path in paths) for i in (0, 1))
-        config = emulation.config_for(case, rung.name, arch or DEFAULT_ARCH, rung.layout)
+        if not set(paths) & set(predicted):
+            continue  # the rung has no such access
+        config = emulation.config_for(case, rung.name, arch or emulation.arch_of(rung.rung), rung.layout)
         record = {"name": rung.name, "kind": "rung", **case.as_record(), "layout": config.layout.name}
         record |= {"path": " + ".join(paths), "counter": counter, "exact": exact, "ideal": ideal, "predicted": actual}
         if lab is not None:
@@ -269,7 +271,7 @@ def predict(case: Case, rung: Contestant, arch: str | None = None) -> dict[str, 
         EmulationError: the rung can't be emulated.
         ValueError: the case is too long, and can't be extrapolated.
     """
-    arch = arch or DEFAULT_ARCH
+    arch = arch or emulation.arch_of(rung.rung)
     config = emulation.config_for(case, rung.name, arch, rung.layout)
     if estimate_seconds(config, (case.B, case.S_q, case.H, case.D), case.S_k, case.causal) < MAX_EMULATED_SECONDS:
         return _emulated(case, rung, arch, config)
@@ -327,7 +329,7 @@ def line_records(case: Case, rung: Contestant, arch: str | None) -> list[dict]:
     Raises:
         EmulationError, ValueError: as ``predict``.
     """
-    arch = arch or DEFAULT_ARCH
+    arch = arch or emulation.arch_of(rung.rung)
     config = emulation.config_for(case, rung.name, arch, rung.layout)
     small = replace(case, B=1, H=1, H_kv=1, S_q=config.tile_m, S_k=_LINES_TILES * config.tile_n)
     result: EmulatedForward = emulation.emulate_case(small, rung.name, arch, config=config)

@@ -17,7 +17,7 @@ from perf.cases import SETS, Case, add_case_arguments, cases_from, is_default_se
 from perf.ceilings import MATMUL_SIZE, matmul_call, mma_call
 from perf.contestants import Contestant, Unavailable, add_rung_arguments, own_device, rungs_from
 from perf.correctness import ErrorCheck
-from perf.emulation import emulated_records, wavefront_table
+from perf.emulation import arch_of, emulated_records, wavefront_table
 from perf.output import add_output_arguments, cell, emit, plain_table, progress, wants_tables
 from perf.peers import PEERS, SDPA_FLASH
 from perf.resources import resources_of
@@ -84,7 +84,7 @@ def _emulated(args) -> tuple[str, bool]:
         for contestant in rungs_from(args):
             progress(f"emulating {contestant.label}, D={head_dim}")
             try:
-                records += emulated_records(case, contestant.name, layout=contestant.layout)
+                records += emulated_records(case, contestant.name, arch_of(contestant.rung), contestant.layout)
                 runs += 1  # its report has no fault, else it had been raised
             except EmulationFault as fault:
                 faults.append(f"FAULTY: {contestant.label}, D={head_dim}: {fault}")

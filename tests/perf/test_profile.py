@@ -311,3 +311,12 @@ def test_the_committed_profile_is_as_predicted(file):
     for record in records:
         if "stalls" in record:
             assert sum(record["stalls"].values()) == pytest.approx(1)
+
+
+def test_a_rung_of_hopper_is_emulated_and_held_to_the_accesses_that_it_has():
+    """Its operands are read by wgmma, not by the accesses whose counters are predicted."""
+    rung = rung_contestant(LADDER[-1])
+    assert emulation.arch_of(rung.rung) == "sm_90a" and emulation.arch_of(LADDER[0]) == "sm_80"
+    assert set(profile_table.predict(SMALL, rung)) == {"stmatrix"}
+    assert profile_table.compared_records(SMALL, rung, None) == []
+    assert {record["instruction"] for record in profile_table.line_records(CASE, rung, None)} == {"stmatrix"}
