@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from perf.cases import Case
 from perf.contestants import rung_contestant
 from perf.counters import COUNTERS, REST, STALL_MEANINGS, choose, counters_of, metrics_of, named_stalls, stall_reasons
 from perf.ncu import NcuError
+from perf.registry import EVIDENCE
 
 CASE = Case("bf16", 1, 4096, 4096, 16, 16, 128, False)
 SMALL = replace(CASE, S_q=128, S_k=256, H=2, H_kv=2)
@@ -320,3 +322,11 @@ def test_a_rung_of_hopper_is_emulated_and_held_to_the_accesses_that_it_has():
     assert set(profile_table.predict(SMALL, rung)) == {"stmatrix"}
     assert profile_table.compared_records(SMALL, rung, None) == []
     assert {record["instruction"] for record in profile_table.line_records(CASE, rung, None)} == {"stmatrix"}
+
+
+def test_the_evidence_of_hopper_s_layouts_has_a_file_of_its_own():
+    (step,) = [step for step in EVIDENCE if step.what == "hopper_layouts"]
+    parser = argparse.ArgumentParser()
+    profile_table.add_arguments(parser)
+    assert profile_table._file_name(parser.parse_args(step.argv[1:])) == step.what
+    assert profile_table._file_name(parser.parse_args([])) == "profile"
