@@ -19,6 +19,7 @@ from cute_fa.problem import (
     MAX_SEQLEN,
     NO_OPTIONS,
     SEQUENCE_TENSORS,
+    VECTOR_BYTES,
     AttentionProblem,
     ScoreOptions,
     compute_dtype,
@@ -161,7 +162,7 @@ def _plan_for(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options, ker
         plan = _plans.get(key)
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         needs_grad = needs_grad or options.needs_grad
-        if plan is not None and not needs_grad and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        if plan is not None and not needs_grad and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES:
             return plan
     except (AttributeError, TypeError, RuntimeError):
         key = None  # something that is no dense tensor or can't be hashed; the checks name it

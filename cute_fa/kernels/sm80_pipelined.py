@@ -45,12 +45,13 @@ from cute_fa.device.schedule import longest_first
 from cute_fa.device.scores import ScoreArguments, ScoreModifier
 from cute_fa.device.sequences import Member, batch_and_longest, copy_paged_rows
 from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, thread_row_max
+from cute_fa.kernels.entries import Entries
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, HeadDim, require_smem, require_tiles, require_warps, tile_bytes
 from cute_fa.problem import HEAD_DIMS, SCORE_OPTIONS, VECTOR, StaticProblem, padded_head_dim
 from layouts.cute_adapter import to_cute
 
 
-class Sm80Pipelined:
+class Sm80Pipelined(Entries):
     """The kernel for one static problem and one configuration."""
 
     head_dims = HEAD_DIMS
@@ -84,41 +85,6 @@ class Sm80Pipelined:
         self.layout_K = config.layout.on(config.tile_n, self.qk.padded)
         self.layout_V = config.layout.on(config.tile_n, self.vo.padded)
         self.layout_O = config.layout.on(config.tile_m, self.vo.padded)
-
-    @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor | None,
-        softmax_scale: cutlass.Float32,
-        stream,
-        sequences: tuple | None = None,
-    ):
-        """Launches the kernel: Q, O (B, S_q, H, D or D_v); K, V (B, S_k, H_kv, D or D_v); LSE (B, H, S_q) or None.
-
-        sequences: the fields of ``SequenceTensors``. Packed queries are a batch of 1 here, as are packed keys; pages
-        take the place of K's and V's batch.
-        """
-        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, None, stream, sequences)
-
-    @cute.jit
-    def with_options(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor | None,
-        softmax_scale: cutlass.Float32,
-        arguments: ScoreArguments,
-        stream,
-        sequences: tuple | None = None,
-    ):
-        """The same with the values of the score options that it is built with."""
-        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream, sequences)
 
     def launch(self, mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream, sequences):
         """Sizes the grid."""

@@ -54,6 +54,7 @@ from cute_fa.device.tma_tiles import (
     tile_bytes,
     tiles_of,
 )
+from cute_fa.kernels.entries import Entries
 from cute_fa.kernels.tiles import HeadDim
 from cute_fa.problem import HEAD_DIMS, SCORE_OPTIONS, StaticProblem, padded_head_dim
 from layouts.checks import require_hardware_layout
@@ -70,7 +71,7 @@ GROUP_BARRIER = TURN_BARRIER + max(REGISTERS)
 CONSUMERS_BARRIER = GROUP_BARRIER + max(REGISTERS)
 
 
-class Sm90WarpSpecialized:
+class Sm90WarpSpecialized(Entries):
     """The kernel for one static problem and one configuration."""
 
     head_dims = HEAD_DIMS
@@ -128,40 +129,6 @@ class Sm90WarpSpecialized:
         # Whether members' queries, and keys, end before others' in the same rows of memory.
         self.packs_queries = "cu_seqlens_q" in static.sequences
         self.packs_keys = bool({"cu_seqlens_k", "seqused_k"} & set(static.sequences))
-
-    @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor | None,
-        softmax_scale: cutlass.Float32,
-        stream,
-        sequences: tuple | None = None,
-    ):
-        """Launches the kernel: Q, O (B, S_q, H, D or D_v); K, V (B, S_k, H_kv, D or D_v); LSE (B, H, S_q) or None.
-
-        sequences: the fields of ``SequenceTensors``. Packed queries are a batch of 1 here, as are packed keys.
-        """
-        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, None, stream, sequences)
-
-    @cute.jit
-    def with_options(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor | None,
-        softmax_scale: cutlass.Float32,
-        arguments: ScoreArguments,
-        stream,
-        sequences: tuple | None = None,
-    ):
-        """The same with the values of the score options that it is built with."""
-        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream, sequences)
 
     def launch(self, mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream, sequences):
         """Makes the TMA copies and sizes the grid."""
