@@ -56,9 +56,10 @@ class Artifacts:
 def get_compiled(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str) -> Callable:
     """The compiled kernel as a function of (q, k, v, o, lse or None, softmax_scale), on torch tensors.
 
-    With score options it takes a ``ScoreArguments`` besides, of torch tensors and numbers. A rung that splits the keys
-    takes (workspace, num_splits); ``launch.get_launch`` supplies them. For sequences it takes a tuple last:
-    max_seqlen_q and the tensors of ``SEQUENCE_TENSORS``, with None for those not given.
+    With score options or sequences it takes two more, either None where there are none: a ``ScoreArguments`` of torch
+    tensors and numbers, and a tuple of max_seqlen_q and the tensors of ``SEQUENCE_TENSORS``, with None for those not
+    given. A rung that splits the keys takes (workspace, num_splits, that tuple) in any case; ``launch.get_launch``
+    supplies the first two.
 
     It launches on the current stream of the tensors' device.
     """
@@ -150,22 +151,23 @@ def _compile(static: StaticProblem, rung: Rung, config: KernelConfig, arch: str,
         shape, strides = (batch, num_heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1)
         mLSE = make_fake_tensor(cutlass.Float32, shape, strides, assumed_align=4)
     entry = kernel = rung.kernel(static, config)
-    extra = ()
+    extra, arguments = (), None
+    sequences = _fake_sequences(static) if static.sequences else None
     if static.features.options:
         # Members of packed sequences are more than Q's batch.
         members = cute.sym_int32() if static.sequences else batch
         arguments = _fake_arguments(static, batch, members, num_heads, seqlen_q, seqlen_k)
-        entry, extra = kernel.with_options, (arguments,)
     _name(rung.kernel.kernel, kernel_name(rung))
     if rung.splits_keys:
         _name(rung.kernel.combine, combine_name(rung))
         workspace = make_fake_tensor(cutlass.Float32, (cute.sym_int32(),), (1,), assumed_align=VECTOR_BYTES)
-        extra = (workspace, cutlass.Int32(1))
-    sequences = {"sequences": _fake_sequences(static)} if static.sequences else {}
+        extra = (workspace, cutlass.Int32(1), sequences)
+    elif not static.is_plain:
+        entry, extra = kernel.with_extras, (arguments, sequences)
     stream = make_fake_stream(use_tvm_ffi_env_stream="tvm-ffi" in options)
     scale = cutlass.Float32(1.0)
     options = f"--gpu-arch {arch} {options}"
-    return cute.compile(entry, mQ, mK, mV, mO, mLSE, scale, *extra, stream, **sequences, options=options)
+    return cute.compile(entry, mQ, mK, mV, mO, mLSE, scale, *extra, stream, options=options)
 
 
 def _fake_sequences(static: StaticProblem) -> tuple:

@@ -14,10 +14,11 @@ from cute_fa.problem import AttentionProblem, ScoreFeatures, ScoreOptions
 
 
 def get_launch(problem: AttentionProblem, rung: Rung, config: KernelConfig, arch: str) -> Callable:
-    """A function of (q, k, v, o, lse or None, softmax_scale), and for sequences their tuple.
+    """A function of (q, k, v, o, lse or None, softmax_scale), and with score options or sequences of both besides.
 
-    It takes tensors of this problem's shapes on its device, and with score options ``score_arguments`` behind the
-    scale. A rung that splits the keys allocates what its splits leave to be merged at each call, on the current stream.
+    It takes tensors of this problem's shapes on its device, and as the last two ``score_arguments`` and the tuple of
+    the sequences, or None for either. A rung that splits the keys allocates what its splits leave to be merged at each
+    call, on the current stream.
     """
     compiled = get_compiled(problem.static, rung, config, arch)
     if not rung.splits_keys:
@@ -29,9 +30,9 @@ def get_launch(problem: AttentionProblem, rung: Rung, config: KernelConfig, arch
         problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim, num_splits
     )
 
-    def launch(q, k, v, o, lse, softmax_scale, *sequences):
+    def launch(q, k, v, o, lse, softmax_scale, _=None, sequences=None):
         workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
-        compiled(q, k, v, o, lse, softmax_scale, workspace, num_splits, *sequences)
+        compiled(q, k, v, o, lse, softmax_scale, workspace, num_splits, sequences)
 
     return launch
 

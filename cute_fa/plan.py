@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_fa.arch import arch_of_capability
-from cute_fa.emulator import DEFAULT_ARCH, emulated_launch
-from cute_fa.ladder import select
-from cute_fa.launch import get_launch, score_arguments
+from cute_fa.dispatch import launch_for
+from cute_fa.launch import score_arguments
 from cute_fa.problem import (
     FP8,
     MAX_ROW_STRIDE,
@@ -37,7 +35,6 @@ class Plan:
     launch: Callable | None  # None: no query, no key or no memory behind the tensors: nothing to launch
     awkward: bool  # whether q, k or v has strides that the kernels can't take
     default_scale: float
-    device_index: int | None  # None: not a CUDA device
     features: ScoreFeatures | None  # of the kernel; None: it takes no score options
     outs: dict[tuple, _Out]  # what was checked of the tensors that callers wanted o in, by shape and strides
 
@@ -89,12 +86,8 @@ def run(
         return out, lse
     if plan.awkward:
         q, k, v = (with_plain_strides(tensor) for tensor in (q, k, v))
-    extra = () if plan.features is None else (score_arguments(options, plan.features, plan.problem),)
-    if plan.device_index is None or plan.device_index == torch.cuda.current_device():
-        plan.launch(q, k, v, o, lse, scale, *extra)
-    else:
-        with torch.cuda.device(plan.device_index):
-            plan.launch(q, k, v, o, lse, scale, *extra)
+    extra = () if plan.features is None else (score_arguments(options, plan.features, plan.problem), None)
+    plan.launch(q, k, v, o, lse, scale, *extra)
     return out, lse
 
 
@@ -148,26 +141,12 @@ def _plan_for(q, k, v, causal, return_lse, options, kernel, layout) -> Plan:
 
 def _make_plan(q, k, v, causal, return_lse, options, kernel, layout) -> Plan:
     problem = AttentionProblem.from_tensors(q, k, v, causal=causal, return_lse=return_lse, options=options)
-    device = problem.device
-    if device.type == "cuda":
-        arch = arch_of_capability(torch.cuda.get_device_capability(device))
-    elif device.type in ("cpu", "meta"):
-        arch = DEFAULT_ARCH
-    else:
-        raise ValueError(f"q, k and v must be on a CUDA device, the CPU or meta, got {device}")
-    rung, config = select(problem, arch, kernel, layout)
+    launch = launch_for(problem, kernel, layout, needed=bool(q.numel() and problem.seqlen_k))
     awkward = any(_is_awkward(tensor.stride()) for tensor in (q, k, v))
-    launch = None
-    if q.numel() and problem.seqlen_k and device.type != "meta":
-        if device.type == "cpu":
-            launch = emulated_launch(problem.static, rung, config, arch)
-        else:
-            with torch.cuda.device(device):
-                launch = get_launch(problem, rung, config, arch)
     features = problem.static.features
     features = features if features.options else None
     scale = problem.softmax_scale(None)
-    return Plan(problem, problem.o_shape, launch, awkward, scale, device.index, features, {})
+    return Plan(problem, problem.o_shape, launch, awkward, scale, features, {})
 
 
 def _is_awkward(strides: tuple[int, ...]) -> bool:

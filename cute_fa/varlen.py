@@ -9,10 +9,8 @@ from itertools import pairwise
 import torch
 from torch.compiler import is_compiling
 
-from cute_fa.arch import arch_of_capability
-from cute_fa.emulator import DEFAULT_ARCH, emulated_launch
-from cute_fa.ladder import select
-from cute_fa.launch import get_launch, score_arguments
+from cute_fa.dispatch import launch_for
+from cute_fa.launch import score_arguments
 from cute_fa.plan import with_plain_strides
 from cute_fa.problem import (
     MAX_CTAS,
@@ -46,7 +44,6 @@ class _Plan:
     o_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     launch: Callable | None  # None: nothing to launch
-    device_index: int | None
 
 
 def forward_varlen(
@@ -128,16 +125,10 @@ def run_varlen(
         return o, lse
     q, k, v = (with_plain_strides(tensor) for tensor in _four_dimensional(q, k, v, tensors))
     packed = cu_seqlens_q is not None
-    arguments = (q, k, v, o[None] if packed else o, lse[None] if packed else lse, scale)
     features = plan.problem.static.features
-    if features.options:
-        arguments += (score_arguments(options, features, plan.problem),)
-    arguments += ((max_seqlen_q, *tensors),)
-    if plan.device_index is None or plan.device_index == torch.cuda.current_device():
-        plan.launch(*arguments)
-    else:
-        with torch.cuda.device(plan.device_index):
-            plan.launch(*arguments)
+    values = score_arguments(options, features, plan.problem) if features.options else None
+    o_packed, lse_packed = (o[None], lse[None]) if packed else (o, lse)
+    plan.launch(q, k, v, o_packed, lse_packed, scale, values, (max_seqlen_q, *tensors))
     return o, lse
 
 
@@ -176,20 +167,8 @@ def _plan_for(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options, ker
 
 def _make_plan(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options, kernel) -> _Plan:
     problem = _describe(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options, in_memory=True)
-    device = problem.device
-    if device.type not in ("cuda", "cpu"):
-        raise ValueError(f"q, k and v must be on a CUDA device or the CPU, got {device}")
-    on_gpu = device.type == "cuda"
-    arch = arch_of_capability(torch.cuda.get_device_capability(device)) if on_gpu else DEFAULT_ARCH
-    rung, config = select(problem, arch, kernel)
-    launch = None
-    if problem.batch and problem.seqlen_q and all(t is None or t.numel() for t in (q, k, tensors[3])):
-        if on_gpu:
-            with torch.cuda.device(device):
-                launch = get_launch(problem, rung, config, arch)
-        else:
-            launch = emulated_launch(problem.static, rung, config, arch)
-    return _Plan(problem, *_result_shapes(q, v, tensors), launch, device.index if on_gpu else None)
+    needed = problem.batch and problem.seqlen_q and all(t is None or t.numel() for t in (q, k, tensors[3]))
+    return _Plan(problem, *_result_shapes(q, v, tensors), launch_for(problem, kernel, needed=bool(needed)))
 
 
 def _describe(

@@ -59,10 +59,8 @@ def emulated_launch(
         UnknownInstructionError: the emulator does not know an instruction of the kernel.
     """
 
-    def launch(q, k, v, o, lse, softmax_scale, *extra) -> EmulationReport:
+    def launch(q, k, v, o, lse, softmax_scale, arguments=None, sequences=None) -> EmulationReport:
         ptx = get_artifacts(static, rung, config, arch).ptx
-        arguments, *extra = extra if static.features.options else (None, *extra)
-        (sequences,) = extra if static.sequences else (None,)
         report = run_forward(ptx, static, rung, config, q, k, v, o, lse, softmax_scale, sequences, arguments)
         report.raise_for_faults()
         return report

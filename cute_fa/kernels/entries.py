@@ -1,4 +1,4 @@
-"""How a kernel that may have score options is called, with and without them."""
+"""How a kernel that may have score options and sequences is called, with and without them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from cute_fa.device.scores import ScoreArguments
 
 
 class Entries:
-    """The two entries of a kernel whose ``launch`` takes the options' values, or None, before the stream."""
+    """The two entries of a kernel whose ``launch`` takes the options' values and the sequences, or None, too.
+
+    Two, since a compiled function takes as many arguments as its entry has, the defaults among them.
+    """
 
     @cute.jit
     def __call__(
@@ -21,17 +24,12 @@ class Entries:
         mLSE: cute.Tensor | None,
         softmax_scale: cutlass.Float32,
         stream,
-        sequences: tuple | None = None,
     ):
-        """Launches the kernel: Q, O (B, S_q, H, D or D_v); K, V (B, S_k, H_kv, D or D_v); LSE (B, H, S_q) or None.
-
-        sequences: the fields of ``SequenceTensors``. Packed queries are a batch of 1 here, as are packed keys; pages
-        take the place of K's and V's batch, in kernels that have them.
-        """
-        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, None, stream, sequences)
+        """Launches the kernel: Q, O (B, S_q, H, D or D_v); K, V (B, S_k, H_kv, D or D_v); LSE (B, H, S_q) or None."""
+        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, None, None, stream)
 
     @cute.jit
-    def with_options(
+    def with_extras(
         self,
         mQ: cute.Tensor,
         mK: cute.Tensor,
@@ -39,9 +37,14 @@ class Entries:
         mO: cute.Tensor,
         mLSE: cute.Tensor | None,
         softmax_scale: cutlass.Float32,
-        arguments: ScoreArguments,
+        arguments: ScoreArguments | None,
+        sequences: tuple | None,
         stream,
-        sequences: tuple | None = None,
     ):
-        """The same with the values of the score options that it is built with."""
-        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream, sequences)
+        """The same with what a kernel is built with besides.
+
+        arguments: the values of its score options.
+        sequences: the fields of ``SequenceTensors``. Packed queries are a batch of 1 here, as are packed keys; pages
+            take the place of K's and V's batch, in kernels that have them.
+        """
+        self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, arguments, sequences, stream)

@@ -86,7 +86,7 @@ class Sm80Pipelined(Entries):
         self.layout_V = config.layout.on(config.tile_n, self.vo.padded)
         self.layout_O = config.layout.on(config.tile_m, self.vo.padded)
 
-    def launch(self, mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream, sequences):
+    def launch(self, mQ, mK, mV, mO, mLSE, softmax_scale, arguments, sequences, stream):
         """Sizes the grid."""
         batch, seqlen_q = batch_and_longest(mQ.shape, sequences)
         num_heads = mQ.shape[2]

@@ -140,13 +140,13 @@ class Sm80SplitKV:
         softmax_scale: cutlass.Float32,
         workspace: cute.Tensor,
         num_splits: cutlass.Int32,
+        sequences: tuple | None,
         stream,
-        sequences: tuple | None = None,
     ):
         """Launches the kernels: Q, O (B, S_q, H, D); K, V (B, S_k, H_kv, D); LSE (B, H, S_q) or None.
 
         workspace: with several splits, num_splits * B * H * S_q * (D + 1) floats.
-        sequences: the fields of ``SequenceTensors``; queries are not packed.
+        sequences: the fields of ``SequenceTensors``, if any; queries are not packed.
         """
         batch, seqlen_q, num_heads, _ = mQ.shape
         num_heads_kv = mK.shape[2]

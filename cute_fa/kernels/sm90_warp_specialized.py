@@ -130,7 +130,7 @@ class Sm90WarpSpecialized(Entries):
         self.packs_queries = "cu_seqlens_q" in static.sequences
         self.packs_keys = bool({"cu_seqlens_k", "seqused_k"} & set(static.sequences))
 
-    def launch(self, mQ, mK, mV, mO, mLSE, softmax_scale, arguments, stream, sequences):
+    def launch(self, mQ, mK, mV, mO, mLSE, softmax_scale, arguments, sequences, stream):
         """Makes the TMA copies and sizes the grid."""
         config = self.config
         dtype = mQ.element_type

@@ -84,7 +84,7 @@ def launches():
     """Launches of the emulator; none of them happens."""
     made = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cute_fa.plan.emulated_launch", lambda *_: lambda *_: made.append("a launch"))
+        patch.setattr("cute_fa.dispatch.emulated_launch", lambda *_: lambda *_: made.append("a launch"))
         patch.setattr("cute_fa.plan._plans", {})
         yield made
 

@@ -133,7 +133,7 @@ def test_pages_give_the_same(generator):
 )
 def test_misuse_is_refused_by_name_before_a_launch(change, exception, match, generator, monkeypatch):
     launches = []
-    monkeypatch.setattr("cute_fa.varlen.emulated_launch", lambda *args: lambda *call: launches.append(call))
+    monkeypatch.setattr("cute_fa.dispatch.emulated_launch", lambda *args: lambda *call: launches.append(call))
     names = ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
     arguments = dict(zip(names, packed([(9, 9), (5, 3)], generator), strict=True))
     for name, wrong in change.items():
@@ -170,7 +170,7 @@ def test_one_launch_for_all_sequences(generator, monkeypatch):
         launch = emulated_launch(*args)
         return lambda *call: launches.append(call) or launch(*call)
 
-    monkeypatch.setattr("cute_fa.varlen.emulated_launch", counting)
+    monkeypatch.setattr("cute_fa.dispatch.emulated_launch", counting)
     arguments = packed([(17, 33), (0, 4), (66, 0), (5, 80)], generator)
     cute_fa.flash_attn_varlen_func(*arguments, causal=True)
     assert len(launches) == 1
