@@ -61,12 +61,17 @@ class SplitConfig(KernelConfig):
 
     Args:
         num_stages: tiles of K, and of V, in each warp's ring.
+        early_combine: the kernel that merges the splits is on the card before the first one ends, and waits there
+            (programmatic dependent launch, sm_90 and up).
     """
 
     num_stages: int
+    early_combine: bool = False
 
     def __str__(self):
-        return f"{super().__str__()}, {self.ctas_per_sm} CTAs an SM, {self.num_stages} stages a warp"
+        parts = [super().__str__(), f"{self.ctas_per_sm} CTAs an SM", f"{self.num_stages} stages a warp"]
+        parts += ["early combine"] if self.early_combine else []
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def launch_for(
         if torch.cuda.current_device() == device.index:
             launch(*arguments)
         else:
-            with torch.cuda.device(device):
+            with torch.cuda.device(device.index):
                 launch(*arguments)
 
     return on_its_device

@@ -137,6 +137,7 @@ def _wide_tuned(config: Sm90Config) -> tuple[Tuned, ...]:
 
 _SPLIT = SplitConfig(tile_m=16, tile_n=16, num_threads=128, ctas_per_sm=2, layout=SWIZZLE_333, num_stages=2)
 _SPLIT_WIDE = replace(_SPLIT, tile_n=32, ctas_per_sm=1)  # the faster one on an H200, where shared memory has room
+_SPLITS = tuple(map(Preference, (replace(_SPLIT_WIDE, early_combine=True), _SPLIT_WIDE, _SPLIT)))
 
 LADDER: tuple[Rung, ...] = (
     Rung(
@@ -197,7 +198,7 @@ LADDER: tuple[Rung, ...] = (
         name="kernel7",
         kernel=Sm80SplitKV,
         config=_SPLIT,
-        preferences=tuple((head_dim, (Preference(_SPLIT_WIDE), Preference(_SPLIT))) for head_dim in (64, 128)),
+        preferences=tuple((head_dim, _SPLITS) for head_dim in (64, 128)),
         min_arch=(8, 0),
         splits_keys=True,
         max_rows=64,

@@ -283,6 +283,7 @@ NO_OPTIONS = ScoreOptions()
 class AttentionProblem:
     """Attention of q (B, S_q, H, D) over k (B, S_k, H_kv, D) and v (B, S_k, H_kv, D_v)."""
 
+    # No field has an object for a default: torch.compile of PyTorch 2.11 can't trace one.
     batch: int
     seqlen_q: int
     seqlen_k: int
@@ -294,8 +295,8 @@ class AttentionProblem:
     device: torch.device
     causal: bool
     return_lse: bool
-    window_size: tuple[int, int] = (-1, -1)
-    features: ScoreFeatures = NO_FEATURES
+    window_size: tuple[int, int]
+    features: ScoreFeatures
     sequences: tuple[str, ...] = ()
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from cute_fa.problem import HEAD_DIMS, AttentionProblem, StaticProblem
+from cute_fa.problem import HEAD_DIMS, NO_FEATURES, AttentionProblem, StaticProblem
 from layouts.arguments import positive_int
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,8 +39,9 @@ class Case:
         """The problem as ``cute_fa`` describes it."""
         dtype = DTYPES[self.dtype]
         return AttentionProblem(
-            self.B, self.S_q, self.S_k, self.H, self.H_kv, self.D, self.D, dtype, device, self.causal, False
-        )
+            self.B, self.S_q, self.S_k, self.H, self.H_kv, self.D, self.D, dtype, device, self.causal, False,
+            (-1, -1), NO_FEATURES,
+        )  # fmt: skip
 
     def tensors(self, device: str | torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v, random normal: constant data would draw less power and run faster than real data."""

@@ -30,7 +30,7 @@ from layouts.arguments import positive_int
 from perf import results
 from perf.output import add_output_arguments, emit, plain_table, progress, wants_tables
 
-KINDS = 10  # of problems that a process draws: each is a compilation
+KINDS = 6  # of problems that a process draws: each is a compilation
 GPU_DEFAULTS = {"problems": 1000, "processes": 10, "longest": 3000}
 CPU_DEFAULTS = {"problems": 20, "processes": 1, "longest": 120}
 RARE = 0.15  # how often an option is on

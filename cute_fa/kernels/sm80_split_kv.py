@@ -5,11 +5,12 @@ Such a problem is bound by reading K and V once. One CTA computes one tile of 16
 walks its own tiles of those keys through its own ring in shared memory and waits for no other warp:
 
     load Q                               and keep all 16 rows in registers
+    fill the ring                        cp.async, num_stages tiles
     for each tile of keys of this warp:
-        start the loads of a later tile  cp.async, num_stages - 1 ahead
         acc_S  = Q K^T
         P      = softmax(acc_S)          its own running maximum
         acc_O += P V
+        start the loads of a later tile  into the slot that this one leaves
     merge the warps                      through shared memory
     store O, or with several splits this split's O and log-sum-exp in fp32
 
@@ -23,6 +24,7 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 
+from cute_fa.arch import get_arch
 from cute_fa.config import SplitConfig
 from cute_fa.device.copies import copy_rows, gmem_vector, make_gmem_tiled_copies, row_tile
 from cute_fa.device.mask import key_limits, mask_scores, rows_of
@@ -81,6 +83,8 @@ class Sm80SplitKV:
             raise ValueError(f"tile_n must be a multiple of 16, got {config.tile_n}")
         if config.num_stages < 2:
             raise ValueError(f"num_stages must be at least 2, got {config.num_stages}")
+        if config.early_combine and get_arch(arch).capability < (9, 0):
+            raise ValueError(f"early_combine must be False before sm_90, which brings dependent launches, got {arch}")
         require_tiles(config, static.head_dim)
         require_smem(Sm80SplitKV.smem_bytes(static, config), config, static.head_dim, arch)
 
@@ -160,7 +164,10 @@ class Sm80SplitKV:
         )
         if num_splits > 1:
             self.combine(mO, mLSE, workspace, num_splits).launch(
-                grid=(batch * num_heads * seqlen_q, 1, 1), block=(self.COMBINE_THREADS, 1, 1), stream=stream
+                grid=(batch * num_heads * seqlen_q, 1, 1),
+                block=(self.COMBINE_THREADS, 1, 1),
+                stream=stream,
+                use_pdl=self.config.early_combine,
             )
 
     @cute.kernel
@@ -192,6 +199,8 @@ class Sm80SplitKV:
         rows_left = seqlen_q * group - first_row
         member = Member.find(batch, mQ.shape, mK.shape, sequences)
         seqlen_k = member.seqlen_k
+        if cutlass.const_expr(self.config.early_combine):
+            cute.arch.griddepcontrol_launch_dependents()
 
         # Shared memory: Q (16, D), and for each warp num_stages tiles of K and of V (tile_n, D).
         smem = cutlass.memory.SmemAllocator()
@@ -236,10 +245,10 @@ class Sm80SplitKV:
 
         self.load_queries(mQ, sQ, batch, head_kv, group, first_row, rows_left, tidx)
         cute.arch.cp_async_commit_group()
-        for ahead in cutlass.range_constexpr(stages - 1):
+        for ahead in cutlass.range_constexpr(stages):
             slot = ahead * num_warps + warp
             self.load_tile(ring, first_tile + ahead * num_warps, slot, end_key)
-        cute.arch.cp_async_wait_group(stages - 1)
+        cute.arch.cp_async_wait_group(stages)
         cute.arch.sync_threads()
         tSrQ.load_all()
 
@@ -250,11 +259,8 @@ class Sm80SplitKV:
         num_steps = cutlass.max(0, cute.ceil_div(end_tile - first_tile, num_warps))
         for step in cutlass.range(num_steps, unroll=1):
             tile = first_tile + step * num_warps
-            cute.arch.cp_async_wait_group(stages - 2)
-            cute.arch.sync_warp()  # this tile is here, and no lane reads the one before any more
-            slot = (step + stages - 1) % stages * num_warps + warp
-            self.load_tile(ring, tile + (stages - 1) * num_warps, slot, end_key)
-
+            cute.arch.cp_async_wait_group(stages - 1)
+            cute.arch.sync_warp()  # this tile is here, of all lanes
             slot = step % stages * num_warps + warp
             acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((ROWS, tile_n)), cutlass.Float32)
             acc_S.fill(0.0)
@@ -269,6 +275,8 @@ class Sm80SplitKV:
             softmax.rescale(thread_row_max(acc_S), acc_O)
             softmax.exponentiate(acc_S)
             gemm_rs(tiled_mma, acc_O, acc_as_operand_a(acc_S, dtype), tOrVt, slot)
+            cute.arch.sync_warp()  # no lane reads the slot any more
+            self.load_tile(ring, tile + stages * num_warps, slot, end_key)
         cute.arch.cp_async_wait_group(0)
 
         # The warps merge: each scales its O to the largest reference of all and to the sum of all.
@@ -374,6 +382,8 @@ class Sm80SplitKV:
     @cute.kernel
     def combine(self, mO: cute.Tensor, mLSE: cute.Tensor | None, workspace: cute.Tensor, num_splits: cutlass.Int32):
         """Merges the splits of one row: o = sum_i 2^(lse_i - lse) o_i, lse = log2 sum_i 2^lse_i."""
+        if cutlass.const_expr(self.config.early_combine):
+            cute.arch.griddepcontrol_wait()
         tidx, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         lane = tidx % WARP

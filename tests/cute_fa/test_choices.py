@@ -24,7 +24,7 @@ from cute_fa.choices.files import (
 from cute_fa.choices.lookup import CARD, OWN, RULE, SHIPPED
 from cute_fa.choices.rule import preferred
 from cute_fa.ladder import KERNELS, LADDER, select
-from cute_fa.problem import AttentionProblem, StaticProblem
+from cute_fa.problem import NO_FEATURES, AttentionProblem, StaticProblem
 from layouts import PADDED_8, PLAIN, SWIZZLE_333, SmemLayout
 from perf.resources import NO_CUOBJDUMP, find_cuobjdump, resources_of
 
@@ -37,7 +37,7 @@ needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason=NO_CUOBJDU
 
 def problem(head_dim: int = 128, causal: bool = False, seqlen: int = 1024, device: str = "cpu") -> AttentionProblem:
     shape = (1, seqlen, seqlen, 2, 2, head_dim, head_dim)
-    return AttentionProblem(*shape, torch.bfloat16, torch.device(device), causal, False)
+    return AttentionProblem(*shape, torch.bfloat16, torch.device(device), causal, False, (-1, -1), NO_FEATURES)
 
 
 def measured(seqlen: int, causal: bool = False, arch: str = "sm_90a", **fields) -> MeasuredChoice:

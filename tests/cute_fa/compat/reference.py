@@ -14,12 +14,12 @@ def options_reference(q, k, v, *, causal=False, softmax_scale=None, window_size=
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    position = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
-    key = torch.arange(seqlen_k)[None]
+    position = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
+    key = torch.arange(seqlen_k, device=q.device)[None]
     if slopes is not None:
         scores = scores - slopes[:, None, None] * (position - key).abs()
     left, right = window_size[0], 0 if causal else window_size[1]
-    hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
+    hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
     if right >= 0:
         hidden |= key > position + right
     if left >= 0:
