@@ -28,8 +28,8 @@ def time_interleaved(
     """Times every call round robin on the current device and stream.
 
     Before each timed call comes either an untimed one (L2 holds what that call leaves there) or, with
-    ``cold_l2``, a write to a buffer larger than L2. Both also keep the device busy while the timed call
-    is being launched, so that its launch isn't part of its time.
+    ``cold_l2``, a read of a buffer larger than L2, whose lines nobody has to write back. Both also keep the
+    device busy while the timed call is being launched, so that its launch isn't part of its time.
 
     Args:
         calls: the contestants by name.
@@ -40,7 +40,7 @@ def time_interleaved(
     flush = None
     if cold_l2:
         l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        flush = torch.empty(4 * l2_bytes, dtype=torch.int8, device="cuda").zero_
+        flush = torch.zeros(l2_bytes, device="cuda").sum  # 4 bytes an element
     for call in calls.values():
         for _ in range(WARM_UP_CALLS):
             call()

@@ -43,11 +43,12 @@ def allocate_shared_tiles(smem, dtype, tile_layouts: tuple[TileLayout, ...], cou
     return [cute.make_tensor(place.iterator, view) for view in views]
 
 
-def tiles_of(tensor: cute.Tensor, first_row, tile_layout: TileLayout) -> cute.Tensor:
-    """The tiles (rows, cols, count) of a matrix in global memory, from ``first_row`` on; None: from its first."""
+def tiles_of(tensor: cute.Tensor, first_row, tile_layout: TileLayout, col: int = 0) -> cute.Tensor:
+    """The tiles (rows, cols, count) of a matrix in global memory, the ``col``-th of a row, from ``first_row`` on; None:
+    from its first."""
     if first_row is not None:
         tensor = cute.domain_offset((first_row, 0), tensor)
-    return cute.local_tile(tensor, tile_layout.tile, (None, 0))
+    return cute.local_tile(tensor, tile_layout.tile, (None, col))
 
 
 def partition_tma(atom, smem_tiles: cute.Tensor, gmem_tiles: cute.Tensor):

@@ -77,10 +77,16 @@ def any_thread(condition, barrier_id) -> cutlass.Boolean:
     return votes != 0
 
 
-def store_accumulator(tiled_mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, tidx):
-    """Rounds an accumulator to the type of a tile in shared memory and stores it there, by stmatrix."""
+def acc_columns(acc: cute.Tensor, first: int, count: int) -> cute.Tensor:
+    """Columns of an accumulator ((2, 2, N / 8), 1, 1), as one; ``first`` and ``count`` in multiples of 8."""
+    return cute.make_tensor(acc.iterator + first // 2, cute.make_layout(((2, 2, count // 8), 1, 1)))
+
+
+def store_accumulator(acc: cute.Tensor, tile: cute.Tensor, tidx):
+    """Rounds an accumulator of O to the type of a tile in shared memory and stores it there, by stmatrix."""
     rounded = cute.make_rmem_tensor(acc.layout, tile.element_type)
     rounded.store(acc.load().to(tile.element_type))
     stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
+    tiled_mma = make_output_mma(tile.element_type, cute.size(tile, mode=[1]))
     thr_store = cute.make_tiled_copy_C(stmatrix, tiled_mma).get_slice(tidx)
     cute.copy(stmatrix, thr_store.retile(rounded), thr_store.partition_D(tile))

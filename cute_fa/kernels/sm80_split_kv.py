@@ -45,6 +45,7 @@ from layouts.cute_adapter import to_cute
 WARP = 32
 ROWS = 16  # of a tile of queries: one m16n8k16 high
 MERGE_PAD = 8  # floats behind each row of the warps' O: 8-byte stores of a quarter-warp then meet all banks
+COMBINE_AHEAD = 4  # splits whose O a thread of the second kernel loads at once
 MIN_TILES = 2  # of keys for each warp of a split
 
 
@@ -123,7 +124,7 @@ class Sm80SplitKV:
     @staticmethod
     def combine_smem_bytes(head_dim: int) -> int:
         """Shared memory of a CTA of the second kernel."""
-        return Sm80SplitKV.COMBINE_THREADS // (head_dim // 4) * head_dim * 4
+        return Sm80SplitKV.COMBINE_THREADS // (head_dim // 4) * (head_dim + 2) * 4
 
     def __init__(self, static: StaticProblem, config: SplitConfig):
         head_dim = self.head_dim = static.head_dim
@@ -386,50 +387,64 @@ class Sm80SplitKV:
             cute.arch.griddepcontrol_wait()
         tidx, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
-        lane = tidx % WARP
         head_dim = self.head_dim
         seqlen_q, num_heads = mO.shape[1], mO.shape[2]
         num_rows_all = mO.shape[0] * num_heads * seqlen_q
         position, head, batch = row % seqlen_q, row // seqlen_q % num_heads, row // seqlen_q // num_heads
         first_lse = cutlass.Int64(num_splits) * num_rows_all * head_dim + row
 
+        # Groups of threads merge the splits that are theirs, each thread 4 columns; then the groups are merged.
         threads_per_row = head_dim // 4
         num_groups = self.COMBINE_THREADS // threads_per_row
         smem = cutlass.memory.SmemAllocator()
         sPart = smem.allocate_tensor(cutlass.Float32, cute.make_layout((head_dim, num_groups)), byte_alignment=16)
-
-        # Each warp finds the reference and the sum for itself.
-        row_ref = cutlass.Float32(NO_KEY)
-        for i in cutlass.range(lane, num_splits, WARP, unroll=1):
-            row_ref = cute.arch.fmax(row_ref, workspace[first_lse + cutlass.Int64(i) * num_rows_all])
-        row_ref = cute.arch.warp_reduction(row_ref, cute.arch.fmax)
-        row_sum = cutlass.Float32(0.0)
-        for i in cutlass.range(lane, num_splits, WARP, unroll=1):
-            lse = workspace[first_lse + cutlass.Int64(i) * num_rows_all]
-            row_sum = row_sum + cute.math.exp2(lse - row_ref, fastmath=True)
-        row_sum = cute.arch.warp_reduction(row_sum, lambda x, y: x + y)
-        inverse = 0.0 if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
-
-        col, first = tidx % threads_per_row * 4, tidx // threads_per_row
+        sRef = smem.allocate_tensor(cutlass.Float32, cute.make_layout(num_groups), byte_alignment=4)
+        sSum = smem.allocate_tensor(cutlass.Float32, cute.make_layout(num_groups), byte_alignment=4)
+        col, group = tidx % threads_per_row * 4, tidx // threads_per_row
+        row_ref, row_sum = cutlass.Float32(NO_KEY), cutlass.Float32(0.0)
         total = cute.make_rmem_tensor(4, cutlass.Float32)
         total.fill(0.0)
-        for i in cutlass.range(first, num_splits, num_groups, unroll=4):
-            index = cutlass.Int64(i) * num_rows_all
-            weight = cute.math.exp2(workspace[first_lse + index] - row_ref, fastmath=True) * inverse
-            part = cute.make_rmem_tensor(4, cutlass.Float32)
-            vector_copy(gmem_vector(workspace, (index + row) * head_dim + col, 4), part)
-            total.store(total.load() + part.load() * weight)
-        vector_copy(total, cute.make_tensor((sPart.iterator + first * head_dim + col).align(16), cute.make_layout(4)))
+        for first in cutlass.range(group, num_splits, COMBINE_AHEAD * num_groups, unroll=1):
+            lses = cute.make_rmem_tensor(COMBINE_AHEAD, cutlass.Float32)
+            parts = cute.make_rmem_tensor((4, COMBINE_AHEAD), cutlass.Float32)
+            lses.fill(-cutlass.Float32.inf)
+            parts.fill(0.0)
+            for ahead in cutlass.range_constexpr(COMBINE_AHEAD):
+                split = first + ahead * num_groups
+                if split < num_splits:
+                    index = cutlass.Int64(split) * num_rows_all
+                    lses[ahead] = workspace[first_lse + index]
+                    vector_copy(gmem_vector(workspace, (index + row) * head_dim + col, 4), parts[None, ahead])
+            before = row_ref
+            for ahead in cutlass.range_constexpr(COMBINE_AHEAD):
+                row_ref = cute.arch.fmax(row_ref, lses[ahead])
+            factor = cute.math.exp2(before - row_ref, fastmath=True)
+            row_sum = row_sum * factor
+            total.store(total.load() * factor)
+            for ahead in cutlass.range_constexpr(COMBINE_AHEAD):
+                weight = cute.math.exp2(lses[ahead] - row_ref, fastmath=True)
+                row_sum = row_sum + weight
+                total.store(total.load() + parts[None, ahead].load() * weight)
+        vector_copy(total, cute.make_tensor((sPart.iterator + group * head_dim + col).align(16), cute.make_layout(4)))
+        if col == 0:
+            sRef[group], sSum[group] = row_ref, row_sum
         cute.arch.sync_threads()
-        if first == 0:
+        if group == 0:
             for g in cutlass.range_constexpr(1, num_groups):
+                row_ref = cute.arch.fmax(row_ref, sRef[g])
+            row_sum = cutlass.Float32(0.0)
+            total.fill(0.0)
+            for g in cutlass.range_constexpr(num_groups):
+                weight = cute.math.exp2(sRef[g] - row_ref, fastmath=True)
                 part = cute.make_rmem_tensor(4, cutlass.Float32)
                 vector_copy(
                     cute.make_tensor((sPart.iterator + g * head_dim + col).align(16), cute.make_layout(4)), part
                 )
-                total.store(total.load() + part.load())
+                row_sum = row_sum + sSum[g] * weight
+                total.store(total.load() + part.load() * weight)
+            inverse = 0.0 if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
             rounded = cute.make_rmem_tensor(4, mO.element_type)
-            rounded.store(total.load().to(mO.element_type))
+            rounded.store((total.load() * inverse).to(mO.element_type))
             vector_copy(rounded, gmem_vector(mO[batch, position, head, None], col, 4))
             if cutlass.const_expr(mLSE is not None):
                 lse = (row_ref + cute.math.log2(row_sum, fastmath=True)) * LN_2

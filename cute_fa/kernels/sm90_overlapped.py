@@ -4,7 +4,8 @@
   beside the product of the other;
 - warpgroups take turns in issuing, so that one computes its softmax while another has the tensor cores;
 - where shared memory has room for a second Q and for O, the step from one tile of queries to the next is such
-  a step too, and O is stored beside the next tile's products;
+  a step too, and O is stored beside the next tile's products; where it has room for a part of O alone, the next Q
+  is loaded beside this tile's end;
 - ``try_first``: scores are exponentiated before anyone knows their maximum (``device/lazy_softmax.py``).
 """
 
@@ -28,11 +29,17 @@ class Sm90Overlapped(Sm90WarpSpecialized):
     """The kernel for one static problem and one configuration."""
 
     @classmethod
-    def _carries_on(cls, static: StaticProblem, config: Sm90Config) -> bool:
-        """Whether there is room for a second Q and for O, to begin the next tile before this one ends."""
+    def buffers(cls, static: StaticProblem, config: Sm90Config) -> tuple[int, int | None]:
+        """Two Q and all of O where a CTA that takes several tiles has room for them, else as much of O as it has."""
         qk, vo = padded_head_dim(static.head_dim), padded_head_dim(static.head_dim_v)
-        elements = config.tile_m * (2 * qk + vo) + config.num_stages * config.tile_n * (qk + vo)
-        return config.max_ctas is not None and elements * 2 <= get_arch("sm_90a").smem_per_cta - 1024
+        elements = (get_arch("sm_90a").smem_per_cta - 1024) // 2 - config.num_stages * config.tile_n * (qk + vo)
+        columns = elements // config.tile_m  # for tiles of Q and O
+        if config.max_ctas is None:
+            return 1, None
+        if columns >= 2 * qk + vo:
+            return 2, vo
+        parts = (width for width in range(vo, 0, -64) if vo % width == 0 and width <= columns - qk)
+        return 1, next(parts, None)
 
     @classmethod
     def check(cls, static: StaticProblem, config: Sm90Config, arch: str) -> None:
@@ -49,15 +56,16 @@ class Sm90Overlapped(Sm90WarpSpecialized):
     @cute.jit
     def consume(self, consumer: Consumer, output, tiles: QueryTiles):
         num_tiles = tiles.count()
+        carries_on = self.buffers_Q == 2  # begins the next tile before this one ends
         if consumer.index == 0:  # has the first turn
             self.pass_turn(cutlass.Int32(self.num_consumers - 1))
         number = cutlass.Int32(0)  # of the loads of K and V
         tile = tiles.tile(0, consumer.index)
-        if cutlass.const_expr(self.carries_on):
+        if cutlass.const_expr(carries_on):
             self.start_tile(consumer, consumer.index, number, tiles, tile)
         for tile_number in cutlass.range(num_tiles, unroll=1):
             q_number = tile_number * self.num_consumers + consumer.index
-            if cutlass.const_expr(not self.carries_on):
+            if cutlass.const_expr(not carries_on):
                 self.start_tile(consumer, q_number, number, tiles, tile)
             next_tile = tile
             if tile_number + 1 < num_tiles:
@@ -77,9 +85,9 @@ class Sm90Overlapped(Sm90WarpSpecialized):
                     number += 1
                     self.attend_block(consumer, q_number, number, tiles, tile, i, True)
             number += 1
-            if cutlass.const_expr(self.carries_on):
+            if cutlass.const_expr(self.columns_O is not None):
                 consumer.release(consumer.ring_Q, q_number)
-            if cutlass.const_expr(self.carries_on) and tile_number + 1 < num_tiles:
+            if cutlass.const_expr(carries_on) and tile_number + 1 < num_tiles:
                 self.change_tile(consumer, output, q_number, number, tiles, tile, next_tile)
             else:
                 consumer.ring_V.wait(number - 1)

@@ -83,15 +83,16 @@ class Sm90WarpSpecialized(Entries):
         """Shared memory of a CTA in bytes: Q, K, V, O and mbarriers."""
         qk, vo = padded_head_dim(static.head_dim), padded_head_dim(static.head_dim_v)
         num_consumers = config.tile_m // wgmma.ROWS
-        carries_on = cls._carries_on(static, config)
-        columns = config.tile_m * (2 * qk + vo if carries_on else max(qk, vo))
+        buffers_Q, columns_O = cls.buffers(static, config)
+        columns = config.tile_m * (max(qk, vo) if columns_O is None else buffers_Q * qk + columns_O)
         columns += config.num_stages * config.tile_n * (qk + vo)
-        return columns * 2 + 2 * 8 * (num_consumers * (2 if carries_on else 1) + 2 * config.num_stages)
+        return columns * 2 + 2 * 8 * (num_consumers * buffers_Q + 2 * config.num_stages)
 
     @classmethod
-    def _carries_on(cls, static: StaticProblem, config: Sm90Config) -> bool:
-        """Whether a consumer has two tiles of Q and one of O in shared memory; else O takes the place of one Q."""
-        return False
+    def buffers(cls, static: StaticProblem, config: Sm90Config) -> tuple[int, int | None]:
+        """Tiles of Q in shared memory for each consumer, and how many columns of O it stores at once from a place of
+        their own; None: O takes the place of Q."""
+        return 1, None
 
     @classmethod
     def check(cls, static: StaticProblem, config: Sm90Config, arch: str) -> None:
@@ -115,7 +116,8 @@ class Sm90WarpSpecialized(Entries):
     def tma_tiles(cls, static: StaticProblem, config: Sm90Config) -> tuple[TileLayout, ...]:
         """Where the tiles of Q, K, V and O lie in shared memory, each a box of its tensor map for every atom across."""
         qk, vo = padded_head_dim(static.head_dim), padded_head_dim(static.head_dim_v)
-        tiles = ((wgmma.ROWS, qk), (config.tile_n, qk), (config.tile_n, vo), (wgmma.ROWS, vo))
+        _, columns_O = cls.buffers(static, config)
+        tiles = ((wgmma.ROWS, qk), (config.tile_n, qk), (config.tile_n, vo), (wgmma.ROWS, columns_O or vo))
         return tuple(require_hardware_layout(config.layout.on(*tile)) for tile in tiles)
 
     def __init__(self, static: StaticProblem, config: Sm90Config):
@@ -123,7 +125,7 @@ class Sm90WarpSpecialized(Entries):
         self.bounded_right = static.causal or static.features.window_right
         self.config = config
         self.num_consumers = config.tile_m // wgmma.ROWS
-        self.carries_on = self._carries_on(static, config)
+        self.buffers_Q, self.columns_O = self.buffers(static, config)
         self.qk, self.vo = HeadDim(static.head_dim), HeadDim(static.head_dim_v)
         self.layout_Q, self.layout_K, self.layout_V, self.layout_O = self.tma_tiles(static, config)
         # Whether members' queries, and keys, end before others' in the same rows of memory.
@@ -179,17 +181,18 @@ class Sm90WarpSpecialized(Entries):
                 cpasync.prefetch_descriptor(atom)
 
         smem = cutlass.memory.SmemAllocator()
-        num_tiles_Q = self.num_consumers * (2 if self.carries_on else 1)
-        if cutlass.const_expr(self.carries_on):
-            sQ = allocate_tiles(smem, dtype, self.layout_Q, num_tiles_Q)
-        else:
+        num_tiles_Q = self.num_consumers * self.buffers_Q
+        if cutlass.const_expr(self.columns_O is None):
             sQ, sO = allocate_shared_tiles(smem, dtype, (self.layout_Q, self.layout_O), num_tiles_Q)
+        else:
+            sQ = allocate_tiles(smem, dtype, self.layout_Q, num_tiles_Q)
         sK = allocate_tiles(smem, dtype, self.layout_K, config.num_stages)
         sV = allocate_tiles(smem, dtype, self.layout_V, config.num_stages)
-        if cutlass.const_expr(self.carries_on):
+        if cutlass.const_expr(self.columns_O is not None):
             sO = allocate_tiles(smem, dtype, self.layout_O, self.num_consumers)
         # Q is let go by its four warps, or by the one that has stored O from its place.
-        ring_Q = TmaRing.allocate(smem, num_tiles_Q, tile_bytes(self.layout_Q), WARPS if self.carries_on else 1)
+        readers_Q = 1 if self.columns_O is None else WARPS
+        ring_Q = TmaRing.allocate(smem, num_tiles_Q, tile_bytes(self.layout_Q), readers_Q)
         ring_K, ring_V = (
             TmaRing.allocate(smem, config.num_stages, tile_bytes(layout), WARPS * self.num_consumers)
             for layout in (self.layout_K, self.layout_V)
@@ -321,20 +324,34 @@ class Sm90WarpSpecialized(Entries):
         self, consumer: Consumer, softmax: LazySoftmax, output, tiles: QueryTiles, tile: QueryTile, q_number
     ):
         """Normalises O and stores it and the log-sum-exp."""
-        tma_O, mO, rows_O, mLSE, sO = output
+        mLSE = output[3]
+        first_query = (tile.m_block * self.num_consumers + consumer.index) * wgmma.ROWS
+        lse = softmax.finish(consumer.acc_O, tiles.sink(tile), tiles.output_factor(tile))
+        if cutlass.const_expr(mLSE is not None):
+            gLSE = cute.domain_offset((first_query,), tile.member.statistics(mLSE, tile.head))
+            store_lse(lse, gLSE, consumer.cS, tile.member.seqlen_q - first_query)
+        for part in cutlass.range_constexpr(self.vo.padded // self.layout_O.tile[1]):
+            self.store_columns(consumer, output, tile, part)
+        if cutlass.const_expr(self.columns_O is None):  # noqa: SIM102 (joined, it would be decided at run time)
+            if cute.arch.make_warp_uniform(consumer.tidx // 32) == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                consumer.release(consumer.ring_Q, q_number)
+
+    @cute.jit
+    def store_columns(self, consumer: Consumer, output, tile: QueryTile, part: cutlass.Constexpr):
+        """Stores as many columns of O as the tile in shared memory has."""
+        tma_O, mO, rows_O, _, sO = output
         rows = tile.m_block * self.num_consumers + consumer.index
         barrier = GROUP_BARRIER + consumer.index
         queries_left = tile.member.seqlen_q - rows * wgmma.ROWS
-        lse = softmax.finish(consumer.acc_O, tiles.sink(tile), tiles.output_factor(tile))
-        if cutlass.const_expr(mLSE is not None):
-            gLSE = cute.domain_offset((rows * wgmma.ROWS,), tile.member.statistics(mLSE, tile.head))
-            store_lse(lse, gLSE, consumer.cS, queries_left)
-        # All four warps have read Q, where O is to go, or the previous O has left.
+        columns = self.layout_O.tile[1]
+        # All four warps have read Q, where O is to go, or what of O lay there has left.
         is_storing_warp = cute.arch.make_warp_uniform(consumer.tidx // 32) == 0
         if is_storing_warp:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-        wgmma.store_accumulator(consumer.mma_O, consumer.acc_O, sO[None, None, consumer.index], consumer.tidx)
+        acc_columns = wgmma.acc_columns(consumer.acc_O, part * columns, columns)
+        wgmma.store_accumulator(acc_columns, sO[None, None, consumer.index], consumer.tidx)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
         whole = True
@@ -342,10 +359,12 @@ class Sm90WarpSpecialized(Entries):
             whole = queries_left >= wgmma.ROWS
             if not whole:  # TMA would write rows of the next member
                 gO = row_tile(tile.member.queries(rows_O, tile.head), rows * wgmma.ROWS, wgmma.ROWS)
+                width = min(columns, self.vo.size - part * columns)
+                gO = cute.local_tile(cute.domain_offset((0, part * columns), gO), (wgmma.ROWS, width), (0, 0))
                 store_rows(sO[None, None, consumer.index], gO, queries_left, consumer.tidx, WARPGROUP)
                 cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
         if is_storing_warp:
-            gO = tiles_of(mO[None, None, tile.head, tile.member.batch_q], tile.member.first_q, self.layout_O)
+            gO = tiles_of(mO[None, None, tile.head, tile.member.batch_q], tile.member.first_q, self.layout_O, part)
             tOsO, tOgO = partition_tma(tma_O, sO, gO)
             if cutlass.const_expr(self.packs_queries):
                 if whole:
@@ -353,6 +372,3 @@ class Sm90WarpSpecialized(Entries):
             else:
                 cute.copy(tma_O, tOsO[None, consumer.index], tOgO[None, rows])
             cute.arch.cp_async_bulk_commit_group()
-            if cutlass.const_expr(not self.carries_on):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                consumer.release(consumer.ring_Q, q_number)
