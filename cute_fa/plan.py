@@ -31,7 +31,7 @@ class Plan:
     """What a call with certain shapes, strides and options does."""
 
     problem: AttentionProblem
-    o_shape: tuple[int, ...]
+    o_shape: tuple[int, ...] | None  # None: that of q, of which it is made sooner
     launch: Callable | None  # None: no query, no key or no memory behind the tensors: nothing to launch
     awkward: bool  # whether q, k or v has strides that the kernels can't take
     default_scale: float
@@ -48,6 +48,7 @@ class _Out:
     awkward: bool
 
 
+_CONTIGUOUS = torch.contiguous_format
 _MAX_PLANS = 4096
 _OFF = object()  # stands for NO_OPTIONS in keys: its hash is found sooner
 _plans: dict[tuple, Plan] = {}
@@ -71,7 +72,8 @@ def run(
     if q.dtype is FP8:
         q, k, v = widened(q), widened(k), widened(v)
     if out is None:
-        o = out = q.new_empty(plan.o_shape)
+        like_q = plan.o_shape is None
+        o = out = torch.empty_like(q, memory_format=_CONTIGUOUS) if like_q else q.new_empty(plan.o_shape)
     else:
         o = _writable(plan, out, q, k, v)
     lse = None
@@ -146,7 +148,8 @@ def _make_plan(q, k, v, causal, return_lse, options, kernel, layout) -> Plan:
     features = problem.static.features
     features = features if features.options else None
     scale = problem.softmax_scale(None)
-    return Plan(problem, problem.o_shape, launch, awkward, scale, features, {})
+    o_shape = None if problem.o_shape == q.shape else problem.o_shape
+    return Plan(problem, o_shape, launch, awkward, scale, features, {})
 
 
 def _is_awkward(strides: tuple[int, ...]) -> bool:
