@@ -23,6 +23,7 @@ CASES = (
     Case("bf16", 1, 200, 333, 4, 2, 128, True),
     Case("fp16", 2, 65, 190, 2, 2, 64, False),
     Case("bf16", 1, 2, 1100, 8, 2, 128, True),
+    Case("bf16", 1, 200, 150, 2, 1, 256, True),
 )
 SECONDS = 120
 MISSING = "compute-sanitizer was not found on the PATH or in $CUDA_HOME/bin: it comes with the CUDA toolkit"
