@@ -98,6 +98,14 @@ SETS: dict[str, CaseSet] = {
 }
 
 
+# Cases in which the newest rung for them is held up by something: where a profile shows by what.
+LIMITS: dict[str, tuple[str, Case]] = {
+    "decode": ("kernel7", Case("bf16", 1, 1, 8192, 32, 8, 128, False)),
+    "decode_batch": ("kernel7", Case("bf16", 64, 1, 8192, 32, 8, 128, False)),
+    "d64": ("kernel11", Case("bf16", 1, 16384, 16384, 32, 32, 64, False)),
+}
+
+
 def seqlen_pair(text: str) -> tuple[int, int]:
     """ "4096" -> (4096, 4096); "1x8192" -> (1, 8192): S_q queries over S_k keys."""
     first, separator, second = text.partition("x")

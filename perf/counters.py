@@ -110,6 +110,33 @@ COUNTERS: tuple[Counter, ...] = (
         "mean",
     ),
     Counter(
+        "issue_share",
+        "issue slots busy",
+        ("smsp__issue_active.avg.pct_of_peak_sustained_elapsed",),
+        ".1%",
+        "Share of the cycles in which a scheduler issues an instruction.",
+        0.01,
+        "mean",
+    ),
+    Counter(
+        "exp_share",
+        "exponentials busy",
+        ("smsp__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed",),
+        ".1%",
+        "Of the unit that takes exponentials, and converts some types: what it does of what it can.",
+        0.01,
+        "mean",
+    ),
+    Counter(
+        "memory_share",
+        "device memory busy",
+        ("dram__throughput.avg.pct_of_peak_sustained_elapsed",),
+        ".1%",
+        "Bytes to and from device memory over what it can move.",
+        0.01,
+        "mean",
+    ),
+    Counter(
         "registers", "registers", ("launch__registers_per_thread",), ".0f", "Registers of a thread.", 1.0, "longest"
     ),
     Counter(

@@ -94,7 +94,7 @@ def tflops_by_length(evidence: Evidence) -> Figure:
         axes.set_ylim(bottom=0)
         axes.set_title(f"{evidence.device}: {'causal' if causal else 'full'}, bf16, D=128", fontsize=10)
     both[0].set_ylabel("TFLOP/s")
-    both[1].legend(frameon=False, fontsize=8)
+    both[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
     return figure
 
 

@@ -29,7 +29,7 @@ from layouts.banks import report
 from layouts.catalog import ATOM_16B, ATOM_32B, ATOM_64B, SWIZZLE_333
 from layouts.parse import find_layout
 from perf import emulation, results
-from perf.cases import Case, add_case_arguments, cases_from
+from perf.cases import LIMITS, Case, add_case_arguments, cases_from
 from perf.contestants import Contestant, Unavailable, add_rung_arguments, rung_contestant, rungs_from
 from perf.counters import COUNTERS, REST, STALL_MEANINGS, counters_of, metrics_of, named_stalls
 from perf.ncu import (
@@ -62,6 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_case_arguments(parser)
     parser.set_defaults(**CASE)
     add_rung_arguments(parser)
+    named = ", ".join(f"{name} ({rung}, {case})" for name, (rung, case) in LIMITS.items())
+    parser.add_argument(
+        "--limit", choices=LIMITS, help=f"a rung where something holds it up, in place of case and kernels: {named}"
+    )
     parser.add_argument(
         "--peers", nargs="*", choices=PEERS, default=list(PEERS), metavar="NAME", help=f"of {', '.join(PEERS)}"
     )
@@ -77,7 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Profiles, prints and records; 1 if ncu fails or an exact counter differs from its prediction."""
     try:
-        (case,) = cases_from(args)
+        if args.limit:
+            name, case = LIMITS[args.limit]
+            args.kernels = [name]
+        else:
+            (case,) = cases_from(args)
     except ValueError as error:
         several = "choose one head dimension, one length and one mask" if "unpack" in str(error) else error
         progress(f"python -m perf profile: error: {several}")
@@ -115,7 +123,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _file_name(args) -> str:
-    """The results file: "profile" of everyone, "hopper_layouts" of the last rung in the layouts of the hardware."""
+    """The results file: "profile" of everyone, "hopper_layouts" of the last rung in the layouts of the hardware, and
+    those of limits."""
+    if args.limit and set(args.peers) == set(PEERS) and args.layout is None and args.clock_control == "none":
+        return f"limit_{args.limit}"
     chosen = {key: getattr(args, key) for key in CASE}
     others = (args.dtype, args.head_dim, args.heads_kv, args.clock_control)
     if chosen == CASE and others == ("bf16", [128], None, "none"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from perf.cases import LIMITS
+
 DEFAULT_COMMAND = "time"
 
 # name -> module with add_arguments(parser) and main(args) -> int; its docstring's first line is the help.
@@ -60,6 +62,7 @@ EVIDENCE: tuple[Step, ...] = (
     Step("emulation", ("emulate",), 2),
     Step("profile", ("profile",), 2),
     Step("hopper_layouts", ("profile", *_HOPPER_LAYOUTS), 1),
+    *(Step(f"limit_{name}", ("profile", "--limit", name), 0.5) for name in LIMITS),
     Step("experiments", ("experiments",), 1.5),
     Step("soak", ("soak",), 3),
     Step("sanitizer", ("sanitize",), 2),

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from cute_fa.ladder import LADDER, Rung
 from perf import results
-from perf.cases import Case
+from perf.cases import LIMITS, Case
 from perf.claims import CLAIMS, Evidence
-from perf.counters import COUNTERS, STALL_MEANINGS, named_stalls
+from perf.counters import COUNTERS, REST, STALL_MEANINGS, named_stalls
 from perf.features import FEATURES, PEERS, SOURCES
 from perf.inspect_table import DEFAULT_ARCHS
 from perf.output import cell, markdown_table
@@ -21,6 +21,13 @@ FLASH = "sdpa_flash"
 BEST_MMA_SYNC = next(rung for rung in reversed(LADDER) if rung.min_arch == (8, 0) and rung.max_rows is None)
 LADDER_CASE = {"D": 128, "S_q": 4096, "S_k": 4096, "causal": False}
 CASE_KEYS = ("S_q", "S_k", "causal")
+_LIMIT_COUNTERS = {
+    "us": ",.1f",
+    "tensor_share": ".1%",
+    "issue_share": ".1%",
+    "exp_share": ".1%",
+    "memory_share": ".1%",
+}  # fmt: skip
 
 
 def ladder_table() -> str:
@@ -244,6 +251,24 @@ def counters_table(what: str = "profile") -> str:
     return "\n\n".join(blocks) or NOT_MEASURED
 
 
+def limits_table() -> str:
+    """What is busy where a rung is held up, of it and its peers, and why warps stalled most."""
+    blocks = []
+    for name in LIMITS:
+        for document in _documents(f"limit_{name}"):
+            profiled = [record for record in _profiled(document) if "us" in record]
+            rows = []
+            for record in profiled:
+                stalls = {reason: share for reason, share in named_stalls(record["stalls"]).items() if reason != REST}
+                reason = max(stalls, key=stalls.get)
+                shares = [cell(record.get(key), form) for key, form in _LIMIT_COUNTERS.items()]
+                rows.append([record["name"], *shares, f"{reason} {stalls[reason]:.0%}"])
+            labels = {counter.key: counter.label for counter in COUNTERS}
+            headers = ["", *(labels[key] for key in _LIMIT_COUNTERS), "first stall"]
+            blocks.append(_block(document, headers, rows))
+    return "\n\n".join(blocks) or NOT_MEASURED
+
+
 def stalls_table() -> str:
     """Shares of the reasons for which warps stalled, of all that were profiled, with the change between rungs."""
     blocks = []
@@ -386,6 +411,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "emulation_time": emulation_time_table,
     "counters": counters_table,
     "hopper_layouts": lambda: counters_table("hopper_layouts"),
+    "limits": limits_table,
     "stalls": stalls_table,
     "stall_meanings": stall_meanings_table,
     "predicted": predicted_table,

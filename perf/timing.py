@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ class Timing:
 def time_interleaved(
     calls: dict[str, Callable[[], object]], *, budget_s: float, repeats: int | None = None, cold_l2: bool = False
 ) -> dict[str, Timing]:
-    """Times every call round robin on the current device and stream.
+    """Times every call once a round, each round in another order, on the current device and stream.
 
-    Before each timed call comes either an untimed one (L2 holds what that call leaves there) or, with
-    ``cold_l2``, a read of a buffer larger than L2, whose lines nobody has to write back. Both also keep the
-    device busy while the timed call is being launched, so that its launch isn't part of its time.
+    A card that a call has driven to its power limit lowers its clock, and the next call meets that clock: in a fixed
+    order one call would always follow the same other one. Before each timed call comes either an untimed one (L2 holds
+    what that call leaves there) or, with ``cold_l2``, a read of a buffer larger than L2, whose lines nobody has to
+    write back. Both also keep the device busy while the timed call is being launched, so that its launch isn't part of
+    its time.
 
     Args:
         calls: the contestants by name.
@@ -45,17 +48,18 @@ def time_interleaved(
     for call in calls.values():
         for _ in range(WARM_UP_CALLS):
             call()
-    round_ms = sum(sum(_round(calls, flush).values()) for _ in range(2)) / 2
+    order = random.Random(0)
+    round_ms = sum(sum(_round(calls, flush, order).values()) for _ in range(2)) / 2
     if repeats is None:
         # The call before each timed one takes about as long again.
         repeats = int(min(MAX_ROUNDS, max(MIN_ROUNDS, 1e3 * budget_s / (2 * max(round_ms, 1e-3)))))
-    rounds = [_round(calls, flush) for _ in range(repeats)]
+    rounds = [_round(calls, flush, order) for _ in range(repeats)]
     return {name: _summary([times[name] for times in rounds]) for name in calls}
 
 
-def _round(calls, flush) -> dict[str, float]:
+def _round(calls, flush, order: random.Random) -> dict[str, float]:
     events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in calls}
-    for name, call in calls.items():
+    for name, call in order.sample(list(calls.items()), len(calls)):
         (flush or call)()
         start, end = events[name]
         start.record()

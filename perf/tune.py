@@ -25,9 +25,10 @@ import torch
 from cute_fa.arch import arch_of_capability
 from cute_fa.choices import choose
 from cute_fa.choices.files import MeasuredChoice, Measurement, dumps, read_choices, shipped_file, user_file
-from cute_fa.compiled import compile_ahead, get_compiled
+from cute_fa.compiled import compile_ahead
 from cute_fa.config import PipelinedConfig
 from cute_fa.ladder import LADDER, Rung
+from cute_fa.launch import get_launch
 from cute_fa.problem import StaticProblem
 from cute_fa.reference import flops
 from layouts.arguments import positive_int
@@ -175,7 +176,7 @@ def time_case(case: Case, rung: Rung, tried: dict[PipelinedConfig, Resources | s
         if found.stack_bytes:
             record["reason"] = f"spills {found.stack_bytes} bytes"
             continue
-        launch = get_compiled(case.static, rung, config, arch)
+        launch = get_launch(problem, rung, config, arch)
         call = functools.partial(launch, q, k, v, o, None, problem.softmax_scale(None))
         o.fill_(torch.nan)
         call()

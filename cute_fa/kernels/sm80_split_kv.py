@@ -5,12 +5,11 @@ Such a problem is bound by reading K and V once. One CTA computes one tile of 16
 walks its own tiles of those keys through its own ring in shared memory and waits for no other warp:
 
     load Q                               and keep all 16 rows in registers
-    fill the ring                        cp.async, num_stages tiles
     for each tile of keys of this warp:
+        start the loads of a later tile  cp.async, num_stages - 1 ahead
         acc_S  = Q K^T
         P      = softmax(acc_S)          its own running maximum
         acc_O += P V
-        start the loads of a later tile  into the slot that this one leaves
     merge the warps                      through shared memory
     store O, or with several splits this split's O and log-sum-exp in fp32
 
@@ -246,10 +245,10 @@ class Sm80SplitKV:
 
         self.load_queries(mQ, sQ, batch, head_kv, group, first_row, rows_left, tidx)
         cute.arch.cp_async_commit_group()
-        for ahead in cutlass.range_constexpr(stages):
+        for ahead in cutlass.range_constexpr(stages - 1):
             slot = ahead * num_warps + warp
             self.load_tile(ring, first_tile + ahead * num_warps, slot, end_key)
-        cute.arch.cp_async_wait_group(stages)
+        cute.arch.cp_async_wait_group(stages - 1)
         cute.arch.sync_threads()
         tSrQ.load_all()
 
@@ -260,8 +259,11 @@ class Sm80SplitKV:
         num_steps = cutlass.max(0, cute.ceil_div(end_tile - first_tile, num_warps))
         for step in cutlass.range(num_steps, unroll=1):
             tile = first_tile + step * num_warps
-            cute.arch.cp_async_wait_group(stages - 1)
-            cute.arch.sync_warp()  # this tile is here, of all lanes
+            cute.arch.cp_async_wait_group(stages - 2)
+            cute.arch.sync_warp()  # this tile is here, and no lane reads the one before any more
+            slot = (step + stages - 1) % stages * num_warps + warp
+            self.load_tile(ring, tile + (stages - 1) * num_warps, slot, end_key)
+
             slot = step % stages * num_warps + warp
             acc_S = cute.make_rmem_tensor(thr_mma.partition_shape_C((ROWS, tile_n)), cutlass.Float32)
             acc_S.fill(0.0)
@@ -276,8 +278,6 @@ class Sm80SplitKV:
             softmax.rescale(thread_row_max(acc_S), acc_O)
             softmax.exponentiate(acc_S)
             gemm_rs(tiled_mma, acc_O, acc_as_operand_a(acc_S, dtype), tOrVt, slot)
-            cute.arch.sync_warp()  # no lane reads the slot any more
-            self.load_tile(ring, tile + stages * num_warps, slot, end_key)
         cute.arch.cp_async_wait_group(0)
 
         # The warps merge: each scales its O to the largest reference of all and to the sum of all.

@@ -36,7 +36,7 @@ def packed(generator, head_dim=64, head_dim_v=64):
 @pytest.fixture
 def on_hopper(monkeypatch):
     """What runs on the CPU is the emulated H200, and is forgotten then."""
-    monkeypatch.setattr("cute_fa.varlen.DEFAULT_ARCH", "sm_90a")
+    monkeypatch.setattr("cute_fa.dispatch.DEFAULT_ARCH", "sm_90a")
     monkeypatch.setattr("cute_fa.varlen._plans", {})
 
 

@@ -13,7 +13,7 @@ from cute_fa.ladder import KERNELS, LADDER
 from layouts.checks import HARDWARE_LAYOUTS
 from perf import counters, emulation, ncu, profile_table, results
 from perf.__main__ import main
-from perf.cases import Case
+from perf.cases import LIMITS, Case
 from perf.contestants import rung_contestant
 from perf.counters import COUNTERS, REST, STALL_MEANINGS, choose, counters_of, metrics_of, named_stalls, stall_reasons
 from perf.ncu import NcuError
@@ -324,9 +324,11 @@ def test_a_rung_of_hopper_is_emulated_and_held_to_the_accesses_that_it_has():
     assert {record["instruction"] for record in profile_table.line_records(CASE, rung, None)} == {"stmatrix"}
 
 
-def test_the_evidence_of_hopper_s_layouts_has_a_file_of_its_own():
-    (step,) = [step for step in EVIDENCE if step.what == "hopper_layouts"]
-    parser = argparse.ArgumentParser()
-    profile_table.add_arguments(parser)
-    assert profile_table._file_name(parser.parse_args(step.argv[1:])) == step.what
+def test_evidence_of_layouts_and_limits_has_files_of_its_own():
+    steps = [step for step in EVIDENCE if step.argv[0] == "profile"]
+    assert len(steps) == 2 + len(LIMITS)
+    for step in steps:
+        parser = argparse.ArgumentParser()
+        profile_table.add_arguments(parser)
+        assert profile_table._file_name(parser.parse_args(step.argv[1:])) == step.what
     assert profile_table._file_name(parser.parse_args([])) == "profile"

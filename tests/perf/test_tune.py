@@ -122,10 +122,10 @@ def stand_ins(monkeypatch, tmp_path):
         found = usage[fast]
         return {job: type(found)(**vars(found) | {"stack_bytes": 8 * (job[2] == spilling)}) for job in jobs}
 
-    def launch_of(static, rung, config, arch):
+    def launch_of(problem, rung, config, arch):
         def launch(q, k, v, o, lse, scale):
             case = CASE
-            key = (q.shape, static)
+            key = (q.shape, problem.static)
             if key not in expected:
                 expected[key] = ErrorCheck.of(case, q, k, v).expected.reshape(1, 2, -1, 64).transpose(1, 2)
             o.copy_(expected[key] + (config == wrong))
@@ -137,7 +137,7 @@ def stand_ins(monkeypatch, tmp_path):
         return {label: timing(0.5 if label == str(fast) else 0.6) for label in calls}
 
     monkeypatch.setattr(tune, "compile_all", compile_all)
-    monkeypatch.setattr(tune, "get_compiled", launch_of)
+    monkeypatch.setattr(tune, "get_launch", launch_of)
     monkeypatch.setattr(tune, "time_interleaved", time_all)
     monkeypatch.setattr(tune, "jobs_of", lambda pairs, arch, count: [(CASE.static, RUNG, c) for c in tried[:count]])
     return tried
