@@ -94,7 +94,7 @@ def forward_varlen(
     """
     tensors = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, cache_batch_idx, leftpad_k)
     if is_compiling() or type(q) is not torch.Tensor:
-        _describe(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options)
+        describe(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options)
         return torch.ops.cute_fa.forward_varlen(
             q, k, v, *tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, kernel, *options.window_size,
             options.softcap, options.alibi_slopes, options.sinks, *options.descales.values(),
@@ -136,7 +136,7 @@ def fake_varlen(
     q, k, v, tensors: tuple, max_seqlen_q, max_seqlen_k, causal, options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of the right shapes, for tensors without data."""
-    _describe(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options)
+    describe(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options)
     o_shape, lse_shape = _result_shapes(q, v, tensors)
     return q.new_empty(o_shape, dtype=compute_dtype(q.dtype)), q.new_empty(lse_shape, dtype=torch.float32)
 
@@ -166,12 +166,12 @@ def _plan_for(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options, ker
 
 
 def _make_plan(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options, kernel) -> _Plan:
-    problem = _describe(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options, in_memory=True)
+    problem = describe(q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options, in_memory=True)
     needed = problem.batch and problem.seqlen_q and all(t is None or t.numel() for t in (q, k, tensors[3]))
     return _Plan(problem, *_result_shapes(q, v, tensors), launch_for(problem, kernel, needed=bool(needed)))
 
 
-def _describe(
+def describe(
     q, k, v, tensors, max_seqlen_q, max_seqlen_k, causal, options, *, in_memory: bool = False
 ) -> AttentionProblem:
     """The problem, checked but for lengths: B members of the longest one's extents."""
@@ -223,7 +223,7 @@ def _describe(
     # One slice says everything about a tensor but the lengths.
     q4, k4, v4 = _four_dimensional(q, k, v, tensors)
     some = min(1, q4.shape[0], k4.shape[0])
-    describe = AttentionProblem.from_tensors if in_memory else AttentionProblem.from_shapes
+    make = AttentionProblem.from_tensors if in_memory else AttentionProblem.from_shapes
     if v4.shape[0] != k4.shape[0]:
         raise ValueError(
             f"v must have the shape of k {tuple(k.shape)}, but for its last dimension, got {tuple(v.shape)}"
@@ -232,7 +232,7 @@ def _describe(
         raise TypeError(f"options must be a cute_fa.ScoreOptions, got {type(options).__name__}")
     if options.attn_bias is not None:
         raise NotImplementedError("attn_bias must be None for members of lengths of their own, got a tensor")
-    problem = describe(q4[:some], k4[:some], v4[:some], causal=causal, return_lse=True)
+    problem = make(q4[:some], k4[:some], v4[:some], causal=causal, return_lse=True)
     rows_of_tile = 1 if cu_seqlens_q is None else LEAST_TILE_M
     tiles = batch * problem.num_heads * -(-max_seqlen_q // rows_of_tile)
     if in_memory and tiles > MAX_CTAS:

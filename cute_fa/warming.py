@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 
-from cute_fa.api import forward
 from cute_fa.arch import arch_of_capability, get_arch
 from cute_fa.compiled import get_compiled
 from cute_fa.ladder import select
-from cute_fa.problem import DTYPES, AttentionProblem
+from cute_fa.plan import run
+from cute_fa.problem import DTYPES, SEQUENCE_TENSORS, AttentionProblem, ScoreOptions, compute_dtype
+from cute_fa.varlen import describe, run_varlen
 
 # Lengths whose kernels are made ready: one query, which decodes, and those that choices are measured at, since a rung
 # and its tiles depend on the length.
 LENGTHS = (1, 512, 2048, 8192)
+
+
+# What ``options`` may name -> the arguments of ``ScoreOptions`` that a call with one head has, on a device.
+OPTIONS: dict[str, Callable[[torch.device, torch.dtype], dict]] = {
+    "window_left": lambda device, dtype: {"window_size": (1, -1)},
+    "window_right": lambda device, dtype: {"window_size": (-1, 1)},
+    "softcap": lambda device, dtype: {"softcap": 1.0},
+    "alibi_slopes": lambda device, dtype: {"alibi_slopes": torch.ones(1, device=device)},
+    "sinks": lambda device, dtype: {"sinks": torch.zeros(1, device=device)},
+    "mask": lambda device, dtype: {"attn_bias": torch.ones(1, 1, dtype=torch.bool, device=device)},
+    "bias": lambda device, dtype: {"attn_bias": torch.zeros(1, 1, dtype=compute_dtype(dtype), device=device)},
+    "bias_fp32": lambda device, dtype: {"attn_bias": torch.zeros(1, 1, device=device)},
+    "descales": lambda device, dtype: {"q_descale": torch.ones(1, device=device)},
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +46,9 @@ class Warmed:
     head_dim: int
     causal: bool
     return_lse: bool
+    head_dim_v: int
+    options: tuple[str, ...]
+    sequences: tuple[str, ...]
     seconds: float
 
 
@@ -40,18 +58,28 @@ def warmup(
     dtype: torch.dtype | Collection[torch.dtype] = DTYPES,
     causal: bool | Collection[bool] = (False, True),
     return_lse: bool | Collection[bool] = (False, True),
+    head_dim_v: int | None = None,
+    options: Collection[str] = (),
+    sequences: Collection[str] = (),
     kernel: str = "auto",
     device: torch.device | str | int | None = None,
     arch: str | None = None,
 ) -> list[Warmed]:
     """Makes every combination ready: compiled, in the disk cache, and with a device also loaded there and run once, so
     that a CUDA graph can capture it. Kernels are compiled for no batch, heads or strides; which kernel and which tiles
-    serve a call depends on its lengths, so those of one query and of 512 to 8192 are all made ready. Calls with score
-    options, another head dimension of v, packed sequences or caches are not among them: they compile at their first.
+    serve a call depends on its lengths, so those of one query and of 512 to 8192 are all made ready.
 
     Args:
         head_dim, dtype, causal, return_lse: one value or several; all that there are by default, of head
-            dimensions the two most common.
+            dimensions the two most common, of types those that kernels compute in.
+        head_dim_v: that of v, if it isn't head_dim.
+        options: what changes the scores of the calls, all of it together: of "window_left", "window_right" (the sides
+            of a window that have a bound), "softcap", "alibi_slopes", "sinks", "mask" (a bool attn_bias), "bias" (one
+            of q's dtype), "bias_fp32" and "descales" (any of fp8's).
+        sequences: the arguments of ``forward_varlen`` that say where members lie, if calls have them:
+            "cu_seqlens_q" and "cu_seqlens_k" for ``flash_attn_varlen_func``, "seqused_k" for
+            ``flash_attn_with_kvcache`` with cache_seqlens, besides "block_table", "cache_batch_idx", "leftpad_k".
+            Such calls always have a log-sum-exp.
         kernel: as in ``cute_fa.forward``.
         device: a CUDA device; the current one when neither this nor ``arch`` is given.
         arch: in place of a device, an architecture ("sm_90a") to compile for, where there may be no GPU.
@@ -60,23 +88,29 @@ def warmup(
         What is ready now, one entry a combination and kernel or tile that some length gets.
 
     Raises:
-        TypeError, ValueError: an argument that ``cute_fa.forward`` refuses, or no device to warm up.
+        TypeError, ValueError: an argument that ``cute_fa.forward`` or ``forward_varlen`` refuses, or no device to
+            warm up.
     """
     if arch is not None and device is not None:
         raise ValueError(f"arch must be None with a device, got arch {arch!r} and device {device!r}")
+    for argument, names, known in (("options", options, tuple(OPTIONS)), ("sequences", sequences, SEQUENCE_TENSORS)):
+        if isinstance(names, str) or not set(names) <= set(known):
+            raise ValueError(f"{argument} must be some of {', '.join(known)}, got {names!r}")
     if arch is None:
         device = _cuda_device(device)
         arch = arch_of_capability(torch.cuda.get_device_capability(device))
     get_arch(arch)
-    warmed = []
-    for choice in itertools.product(*map(_as_tuple, (dtype, head_dim, causal, return_lse))):
-        a_dtype, a_head_dim, is_causal, with_lse = choice
+    place = torch.device("meta") if device is None else device
+    options, sequences = (tuple(name for name in known if name in names) for names, known in (
+        (options, OPTIONS), (sequences, SEQUENCE_TENSORS)
+    ))  # fmt: skip
+    warmed, with_lse = [], (True,) if sequences else return_lse
+    for choice in itertools.product(*map(_as_tuple, (dtype, head_dim, causal, with_lse))):
         seen = set()
         for length in LENGTHS:
             start = time.perf_counter()
-            shape = (1, length, 1, a_head_dim)
-            q = torch.zeros(shape, dtype=a_dtype, device="meta" if device is None else device)
-            problem = AttentionProblem.from_tensors(q, q, q, causal=is_causal, return_lse=with_lse)
+            call = _Call.of(length, *choice, head_dim_v, options, sequences, place)
+            problem = call.problem()
             rung, config = select(problem, arch, kernel)
             if (rung.name, config) in seen:
                 continue
@@ -84,9 +118,69 @@ def warmup(
             if device is None:
                 get_compiled(problem.static, rung, config, arch)
             else:
-                forward(q, q, q, causal=is_causal, return_lse=with_lse, kernel=kernel)
-            warmed.append(Warmed(rung.name, str(config), arch, *choice, time.perf_counter() - start))
+                call.run(kernel)
+            kind = (*choice, problem.head_dim_v, options, sequences)
+            warmed.append(Warmed(rung.name, str(config), arch, *kind, time.perf_counter() - start))
     return warmed
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of one member and one head, of ``forward``, or with sequences of ``forward_varlen``."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    causal: bool
+    return_lse: bool
+    options: ScoreOptions
+    sequences: dict[str, torch.Tensor]
+
+    @staticmethod
+    def of(length, dtype, head_dim, causal, return_lse, head_dim_v, options, sequences, device) -> _Call:
+        """Of ``length`` queries and keys."""
+        v_dim = head_dim if head_dim_v is None else head_dim_v
+        q, k, v = (torch.zeros(1, length, 1, dim, dtype=dtype, device=device) for dim in (head_dim, head_dim, v_dim))
+        ends = {"cu_seqlens_q": (0, length), "cu_seqlens_k": (0, length), "seqused_k": (length,)}
+        ends |= {"block_table": ((0,),), "cache_batch_idx": (0,), "leftpad_k": (0,)}
+        tensors = {name: torch.tensor(ends[name], dtype=torch.int32, device=device) for name in sequences}
+        if "cu_seqlens_q" in tensors:
+            q = q[0]
+        if "cu_seqlens_k" in tensors and "block_table" not in tensors:
+            k, v = k[0], v[0]
+        given = {}
+        for name in options:
+            found = OPTIONS[name](device, dtype)
+            if "window_size" in found and "window_size" in given:
+                found = {"window_size": (1, 1)}
+            if found.keys() & given.keys() - {"window_size"}:
+                raise ValueError(f"options must name one kind of attn_bias, got {', '.join(options)}")
+            given |= found
+        return _Call(q, k, v, causal, return_lse, ScoreOptions(**given), tensors)
+
+    def problem(self) -> AttentionProblem:
+        """As ``select`` takes it, with every check."""
+        tensors = (self.q, self.k, self.v)
+        if not self.sequences:
+            return AttentionProblem.from_tensors(
+                *tensors, causal=self.causal, return_lse=self.return_lse, options=self.options
+            )
+        return describe(*tensors, self._where(), *self._longest(), self.causal, self.options)
+
+    def run(self, kernel: str) -> None:
+        """Makes the call."""
+        if self.sequences:
+            where = (*self._longest(), self.causal, None, self.options, kernel)
+            run_varlen(self.q, self.k, self.v, self._where(), *where)
+        else:
+            run(self.q, self.k, self.v, self.causal, None, self.return_lse, None, self.options, kernel, None)
+
+    def _where(self) -> tuple:
+        return tuple(self.sequences.get(name) for name in SEQUENCE_TENSORS)
+
+    def _longest(self) -> tuple[int, int]:
+        length = self.q.shape[-3]
+        return length, length
 
 
 def _cuda_device(device) -> torch.device:
