@@ -75,7 +75,7 @@ def test_packed_sequences_tile_after_tile(on_hopper, monkeypatch, generator):
         rung, config = select(*args)
         return rung, replace(config, max_ctas=2)
 
-    monkeypatch.setattr("cute_fa.varlen.select", select_two_ctas)
+    monkeypatch.setattr("cute_fa.dispatch.select", select_two_ctas)
     check_packed(generator, True, (-1, -1), 64, 64, "kernel11")
 
 
