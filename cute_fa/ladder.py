@@ -131,14 +131,15 @@ _SM90_PERSISTENT = replace(_SM90_TRYING, max_ctas=132)  # the SMs of an H100 SXM
 
 
 def _wide_tuned(config: Sm90Config) -> tuple[Tuned, ...]:
-    """As many keys as shared memory has room for, in two stages; at 256 fewer, which leaves some of it to O (the
-    faster way on an H200)."""
-    return tuple(Tuned(replace(config, tile_n=tile_n), head_dim) for head_dim, tile_n in ((192, 112), (256, 64)))
+    """As many keys as shared memory has room for, in two stages."""
+    return tuple(Tuned(replace(config, tile_n=tile_n), head_dim) for head_dim, tile_n in ((192, 112), (256, 80)))
 
 
 _SPLIT = SplitConfig(tile_m=16, tile_n=16, num_threads=128, ctas_per_sm=2, layout=SWIZZLE_333, num_stages=2)
 _SPLIT_WIDE = replace(_SPLIT, tile_n=32, ctas_per_sm=1)  # the faster one on an H200, where shared memory has room
-_SPLITS = tuple(map(Preference, (replace(_SPLIT_WIDE, early_combine=True), _SPLIT_WIDE, _SPLIT)))
+_SPLITS = tuple(
+    Preference(replace(config, early_combine=early)) for config in (_SPLIT_WIDE, _SPLIT) for early in (True, False)
+)
 
 LADDER: tuple[Rung, ...] = (
     Rung(
@@ -244,6 +245,8 @@ LADDER: tuple[Rung, ...] = (
             # H200 between 1024 and 2048).
             Tuned(replace(_SM90_PERSISTENT, num_stages=3), head_dim=64, causal=True, max_seqlen_q=1024),
             Tuned(replace(_SM90_PERSISTENT, tile_m=192, num_stages=3), head_dim=64),
+            # Fewer keys leave shared memory to O, and so the next Q need not wait for it (measured on an H200).
+            Tuned(replace(_SM90_PERSISTENT, tile_n=64), head_dim=256),
             *_wide_tuned(_SM90_PERSISTENT),
         ),
         changed="One CTA an SM takes tile after tile, long and short ones balanced, and begins the next before it has "

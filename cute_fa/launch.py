@@ -30,7 +30,7 @@ def get_launch(problem: AttentionProblem, rung: Rung, config: KernelConfig, arch
         problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim, num_splits
     )
 
-    def launch(q, k, v, o, lse, softmax_scale, _=None, sequences=None):
+    def launch(q, k, v, o, lse, softmax_scale, arguments=None, sequences=None):
         workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
         compiled(q, k, v, o, lse, softmax_scale, workspace, num_splits, sequences)
 
@@ -59,7 +59,7 @@ def score_arguments(options: ScoreOptions, features: ScoreFeatures, problem: Att
 
 def _factors(problem: AttentionProblem, *descales: torch.Tensor | None) -> torch.Tensor:
     """The product of those that are given, for each head of q: (B, H)."""
-    product = torch.ones(problem.num_heads_kv, device=problem.device)
+    product = torch.ones(problem.num_heads_kv, dtype=torch.float32, device=problem.device)
     for descale in descales:
         product = product if descale is None else product * descale.detach()
     group = problem.num_heads // problem.num_heads_kv

@@ -31,7 +31,7 @@ class Plan:
     """What a call with certain shapes, strides and options does."""
 
     problem: AttentionProblem
-    o_shape: tuple[int, ...] | None  # None: that of q, of which it is made sooner
+    o_shape: tuple[int, ...] | None  # None: that of q, like which it is made in less time
     launch: Callable | None  # None: no query, no key or no memory behind the tensors: nothing to launch
     awkward: bool  # whether q, k or v has strides that the kernels can't take
     default_scale: float

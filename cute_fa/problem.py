@@ -351,8 +351,7 @@ class AttentionProblem:
         if not isinstance(options, ScoreOptions):
             raise TypeError(f"options must be a cute_fa.ScoreOptions, got {type(options).__name__}")
         for name, flag in {"causal": causal, "return_lse": return_lse}.items():
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be True or False, got {flag!r}")
+            require_bool(name, flag)
         for name in ("k", "v"):
             if tensors[name].dtype != q.dtype:
                 raise TypeError(f"{name} must have the dtype of q ({q.dtype}), got {tensors[name].dtype}")
@@ -553,6 +552,12 @@ def _window_sides(window_size) -> tuple[int, int]:
         if side < -1:
             raise ValueError(f"window_size must hold lengths of 0 or more, or -1 for no bound, got {window_size}")
     return left, right
+
+
+def require_bool(name: str, value) -> None:
+    """Raises TypeError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def require_int(name: str, value) -> None:

@@ -13,25 +13,33 @@ from cute_fa.arch import arch_of_capability, get_arch
 from cute_fa.compiled import get_compiled
 from cute_fa.ladder import select
 from cute_fa.plan import run
-from cute_fa.problem import DTYPES, SEQUENCE_TENSORS, AttentionProblem, ScoreOptions, compute_dtype
+from cute_fa.problem import (
+    DTYPES,
+    HEAD_DIMS,
+    SEQUENCE_TENSORS,
+    AttentionProblem,
+    ScoreOptions,
+    compute_dtype,
+    require_bool,
+    require_int,
+)
 from cute_fa.varlen import describe, run_varlen
 
-# Lengths whose kernels are made ready: one query, which decodes, and those that choices are measured at, since a rung
-# and its tiles depend on the length.
-LENGTHS = (1, 512, 2048, 8192)
-
+# Numbers of queries and keys whose kernels are made ready: those of keys that choices are measured at, since a rung
+# and its tiles depend on them, with one query, which decodes, and with as many.
+LENGTHS = tuple((seqlen_q, seqlen_k) for seqlen_k in (512, 2048, 8192) for seqlen_q in (1, seqlen_k))
 
 # What ``options`` may name -> the arguments of ``ScoreOptions`` that a call with one head has, on a device.
 OPTIONS: dict[str, Callable[[torch.device, torch.dtype], dict]] = {
     "window_left": lambda device, dtype: {"window_size": (1, -1)},
     "window_right": lambda device, dtype: {"window_size": (-1, 1)},
     "softcap": lambda device, dtype: {"softcap": 1.0},
-    "alibi_slopes": lambda device, dtype: {"alibi_slopes": torch.ones(1, device=device)},
-    "sinks": lambda device, dtype: {"sinks": torch.zeros(1, device=device)},
+    "alibi_slopes": lambda device, dtype: {"alibi_slopes": torch.ones(1, dtype=torch.float32, device=device)},
+    "sinks": lambda device, dtype: {"sinks": torch.zeros(1, dtype=torch.float32, device=device)},
     "mask": lambda device, dtype: {"attn_bias": torch.ones(1, 1, dtype=torch.bool, device=device)},
     "bias": lambda device, dtype: {"attn_bias": torch.zeros(1, 1, dtype=compute_dtype(dtype), device=device)},
-    "bias_fp32": lambda device, dtype: {"attn_bias": torch.zeros(1, 1, device=device)},
-    "descales": lambda device, dtype: {"q_descale": torch.ones(1, device=device)},
+    "bias_fp32": lambda device, dtype: {"attn_bias": torch.zeros(1, 1, dtype=torch.float32, device=device)},
+    "descales": lambda device, dtype: {"q_descale": torch.ones(1, dtype=torch.float32, device=device)},
 }
 
 
@@ -67,7 +75,7 @@ def warmup(
 ) -> list[Warmed]:
     """Makes every combination ready: compiled, in the disk cache, and with a device also loaded there and run once, so
     that a CUDA graph can capture it. Kernels are compiled for no batch, heads or strides; which kernel and which tiles
-    serve a call depends on its lengths, so those of one query and of 512 to 8192 are all made ready.
+    serve a call depends on its lengths, so those of one query and of many over 512 to 8192 keys are all made ready.
 
     Args:
         head_dim, dtype, causal, return_lse: one value or several; all that there are by default, of head
@@ -93,33 +101,32 @@ def warmup(
     """
     if arch is not None and device is not None:
         raise ValueError(f"arch must be None with a device, got arch {arch!r} and device {device!r}")
-    for argument, names, known in (("options", options, tuple(OPTIONS)), ("sequences", sequences, SEQUENCE_TENSORS)):
-        if isinstance(names, str) or not set(names) <= set(known):
-            raise ValueError(f"{argument} must be some of {', '.join(known)}, got {names!r}")
+    options, sequences = _names("options", options, OPTIONS), _names("sequences", sequences, SEQUENCE_TENSORS)
+    for name, value in (("head_dim", head_dim), ("head_dim_v", () if head_dim_v is None else (head_dim_v,))):
+        for one in _as_tuple(value):
+            require_int(name, one)
+            if one not in HEAD_DIMS:
+                raise ValueError(f"{name} must be a multiple of 8 from 8 to 256, got {one}")
     if arch is None:
         device = _cuda_device(device)
         arch = arch_of_capability(torch.cuda.get_device_capability(device))
     get_arch(arch)
     place = torch.device("meta") if device is None else device
-    options, sequences = (tuple(name for name in known if name in names) for names, known in (
-        (options, OPTIONS), (sequences, SEQUENCE_TENSORS)
-    ))  # fmt: skip
-    warmed, with_lse = [], (True,) if sequences else return_lse
-    for choice in itertools.product(*map(_as_tuple, (dtype, head_dim, causal, with_lse))):
-        seen = set()
-        for length in LENGTHS:
+    warmed, seen = [], set()
+    for choice in itertools.product(*map(_as_tuple, (dtype, head_dim, causal, return_lse))):
+        for lengths in LENGTHS:
             start = time.perf_counter()
-            call = _Call.of(length, *choice, head_dim_v, options, sequences, place)
+            call = _Call.of(lengths, *choice, head_dim_v, options, sequences, place)
             problem = call.problem()
             rung, config = select(problem, arch, kernel)
-            if (rung.name, config) in seen:
+            if (problem.static, rung.name, config) in seen:
                 continue
-            seen.add((rung.name, config))
+            seen.add((problem.static, rung.name, config))
             if device is None:
                 get_compiled(problem.static, rung, config, arch)
             else:
                 call.run(kernel)
-            kind = (*choice, problem.head_dim_v, options, sequences)
+            kind = (*choice[:3], problem.return_lse, problem.head_dim_v, options, sequences)
             warmed.append(Warmed(rung.name, str(config), arch, *kind, time.perf_counter() - start))
     return warmed
 
@@ -137,11 +144,13 @@ class _Call:
     sequences: dict[str, torch.Tensor]
 
     @staticmethod
-    def of(length, dtype, head_dim, causal, return_lse, head_dim_v, options, sequences, device) -> _Call:
-        """Of ``length`` queries and keys."""
+    def of(lengths, dtype, head_dim, causal, return_lse, head_dim_v, options, sequences, device) -> _Call:
+        """Of ``lengths`` (S_q, S_k)."""
+        seqlen_q, seqlen_k = lengths
         v_dim = head_dim if head_dim_v is None else head_dim_v
-        q, k, v = (torch.zeros(1, length, 1, dim, dtype=dtype, device=device) for dim in (head_dim, head_dim, v_dim))
-        ends = {"cu_seqlens_q": (0, length), "cu_seqlens_k": (0, length), "seqused_k": (length,)}
+        shapes = ((seqlen_q, head_dim), (seqlen_k, head_dim), (seqlen_k, v_dim))
+        q, k, v = (torch.zeros(1, length, 1, dim, dtype=dtype, device=device) for length, dim in shapes)
+        ends = {"cu_seqlens_q": (0, seqlen_q), "cu_seqlens_k": (0, seqlen_k), "seqused_k": (seqlen_k,)}
         ends |= {"block_table": ((0,),), "cache_batch_idx": (0,), "leftpad_k": (0,)}
         tensors = {name: torch.tensor(ends[name], dtype=torch.int32, device=device) for name in sequences}
         if "cu_seqlens_q" in tensors:
@@ -161,6 +170,7 @@ class _Call:
     def problem(self) -> AttentionProblem:
         """As ``select`` takes it, with every check."""
         tensors = (self.q, self.k, self.v)
+        require_bool("return_lse", self.return_lse)
         if not self.sequences:
             return AttentionProblem.from_tensors(
                 *tensors, causal=self.causal, return_lse=self.return_lse, options=self.options
@@ -179,8 +189,7 @@ class _Call:
         return tuple(self.sequences.get(name) for name in SEQUENCE_TENSORS)
 
     def _longest(self) -> tuple[int, int]:
-        length = self.q.shape[-3]
-        return length, length
+        return self.q.shape[-3], self.k.shape[-3]
 
 
 def _cuda_device(device) -> torch.device:
@@ -193,6 +202,16 @@ def _cuda_device(device) -> torch.device:
     if device.type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {device}")
     return device
+
+
+def _names(argument: str, names, known: Collection[str]) -> tuple[str, ...]:
+    """Those of ``known`` that are named, in its order."""
+    if isinstance(names, str | bytes) or not isinstance(names, Collection):
+        raise TypeError(f"{argument} must be a collection of names, got {names!r}")
+    for name in names:
+        if name not in list(known):
+            raise ValueError(f"{argument} must be some of {', '.join(known)}, got {name!r}")
+    return tuple(name for name in known if name in names)
 
 
 def _as_tuple(value) -> tuple:

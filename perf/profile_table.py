@@ -83,6 +83,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         if args.limit:
             name, case = LIMITS[args.limit]
+            _refuse_choices(args)
             args.kernels = [name]
         else:
             (case,) = cases_from(args)
@@ -122,11 +123,24 @@ def main(args: argparse.Namespace) -> int:
     return int(bool(wrong))
 
 
+def _refuse_choices(args) -> None:
+    """Raises ValueError if something is chosen that a limit says."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name, default in vars(parser.parse_args([])).items():
+        if (
+            name in (*CASE, "dtype", "head_dim", "set", "heads", "heads_kv", "kernels")
+            and getattr(args, name) != default
+        ):
+            raise ValueError(f"--limit says what --{name.replace('_', '-')} would")
+
+
 def _file_name(args) -> str:
     """The results file: "profile" of everyone, "hopper_layouts" of the last rung in the layouts of the hardware, and
     those of limits."""
-    if args.limit and set(args.peers) == set(PEERS) and args.layout is None and args.clock_control == "none":
-        return f"limit_{args.limit}"
+    if args.limit:
+        is_default = set(args.peers) == set(PEERS) and args.layout is None and args.clock_control == "none"
+        return f"limit_{args.limit}" if is_default else "custom"
     chosen = {key: getattr(args, key) for key in CASE}
     others = (args.dtype, args.head_dim, args.heads_kv, args.clock_control)
     if chosen == CASE and others == ("bf16", [128], None, "none"):

@@ -21,13 +21,9 @@ FLASH = "sdpa_flash"
 BEST_MMA_SYNC = next(rung for rung in reversed(LADDER) if rung.min_arch == (8, 0) and rung.max_rows is None)
 LADDER_CASE = {"D": 128, "S_q": 4096, "S_k": 4096, "causal": False}
 CASE_KEYS = ("S_q", "S_k", "causal")
-_LIMIT_COUNTERS = {
-    "us": ",.1f",
-    "tensor_share": ".1%",
-    "issue_share": ".1%",
-    "exp_share": ".1%",
-    "memory_share": ".1%",
-}  # fmt: skip
+_LIMIT_COUNTERS = [
+    counter for counter in COUNTERS if counter.key in ("us", "tensor_share", "issue_share", "exp_share", "memory_share")
+]
 
 
 def ladder_table() -> str:
@@ -261,10 +257,9 @@ def limits_table() -> str:
             for record in profiled:
                 stalls = {reason: share for reason, share in named_stalls(record["stalls"]).items() if reason != REST}
                 reason = max(stalls, key=stalls.get)
-                shares = [cell(record.get(key), form) for key, form in _LIMIT_COUNTERS.items()]
+                shares = [cell(record.get(counter.key), counter.form) for counter in _LIMIT_COUNTERS]
                 rows.append([record["name"], *shares, f"{reason} {stalls[reason]:.0%}"])
-            labels = {counter.key: counter.label for counter in COUNTERS}
-            headers = ["", *(labels[key] for key in _LIMIT_COUNTERS), "first stall"]
+            headers = ["", *(counter.label for counter in _LIMIT_COUNTERS), "first stall"]
             blocks.append(_block(document, headers, rows))
     return "\n\n".join(blocks) or NOT_MEASURED
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 WARM_UP_CALLS = 3
-COLD_READ = 12  # times L2 are read to empty it: long enough for the host to launch what comes behind
+COLD_READ = 12  # L2 is emptied by reading so many times its size: long enough for the host to launch what comes behind
 MIN_ROUNDS, MAX_ROUNDS = 10, 200
 
 

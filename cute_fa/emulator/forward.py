@@ -50,7 +50,7 @@ def emulated_launch(
 ) -> Callable[..., EmulationReport]:
     """A compiled kernel as a function of (q, k, v, o, lse or None, softmax_scale), on CPU tensors.
 
-    The function takes what that of ``get_compiled`` takes, fills o and lse, and returns the report. It writes
+    The function takes what that of ``launch.get_launch`` takes, fills o and lse, and returns the report. It writes
     a line of progress to stderr when it takes more than a few seconds.
 
     Raises (the function):
@@ -104,7 +104,7 @@ def emulate_forward(
     _refuse_hours(rung, config, q.shape, problem.seqlen_k, static.causal, arguments)
     q, k, v = widened(q), widened(k), widened(v)
     o = torch.empty(problem.o_shape, dtype=q.dtype)
-    lse = torch.empty(problem.lse_shape)
+    lse = torch.empty(problem.lse_shape, dtype=torch.float32)
     ptx = get_artifacts(static, rung, config, arch).ptx
     scale = problem.softmax_scale(softmax_scale)
     report = run_forward(ptx, static, rung, config, q, k, v, o, lse, scale, arguments=arguments, check=check)

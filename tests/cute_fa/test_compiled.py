@@ -12,6 +12,7 @@ import torch
 
 from cute_fa import compiled, ladder
 from cute_fa.compiled import combine_name, kernel_name
+from cute_fa.emulator.parse import only_entry
 from cute_fa.ladder import KERNELS, LADDER
 from cute_fa.problem import StaticProblem
 from layouts import CATALOG, PADDED_8, PLAIN, SWIZZLE_333
@@ -215,3 +216,23 @@ def test_shared_memory_is_touched_by_these_instructions_alone(head_dim, layout, 
     assert instructions(ptx, "ld.shared.v4.b32") == tile_bytes // (16 * threads)
     assert instructions(ptx, "ld.shared") == instructions(ptx, "ld.shared.v4.b32")
     assert instructions(ptx, "mma.sync") == 2 * 64 * tile * head_dim // (16 * 8 * 16) // warps
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_early_combine_reads_nothing_before_the_splits_have_ended(early):
+    """No numbers tell on the CPU, where one kernel runs after the other."""
+    rung = KERNELS["kernel7"]
+    config = replace(rung.config, early_combine=early)
+    ptx = compiled.get_artifacts(STATIC, rung, config, "sm_90a").ptx
+    main, combine = (only_entry(ptx, name(rung)) for name in (kernel_name, combine_name))
+    assert main.count("griddepcontrol.launch_dependents") == early
+    assert combine.count("griddepcontrol.wait") == early
+    if early:
+        assert "ld.global" in combine and "ld.global" not in combine.split("griddepcontrol.wait")[0]
+
+
+def test_an_early_combine_needs_dependent_launches():
+    rung = KERNELS["kernel7"]
+    config = replace(rung.config, early_combine=True)
+    with pytest.raises(ValueError, match=r"early_combine must be False before sm_90, .*got sm_89"):
+        rung.check(STATIC, config, "sm_89")

@@ -126,3 +126,13 @@ def test_factors_are_for_fp8_alone(generator):
         cute_fa.forward(*wide(tensors), **descales)
     with pytest.raises(TypeError, match=r"k must have the dtype of q \(torch\.bfloat16\), got torch\.float8_e4m3fn"):
         cute_fa.forward(wide(tensors)[0], *tensors[1:])
+
+
+def test_the_default_dtype_of_pytorch_changes_nothing(generator):
+    tensors, descales, _ = quantized(case_of(), generator)
+    expected = cute_fa.forward(*tensors, **descales)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(cute_fa.forward(*tensors, **descales), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)

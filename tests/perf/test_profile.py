@@ -204,6 +204,9 @@ def test_no_ncu_is_an_error_that_says_what_to_do(monkeypatch, capsys):
         (["--heads", "16", "--heads-kv", "3"], "--heads-kv"),
         (["--clock-control", "boost"], "--clock-control"),
         (["--peers", "nobody"], "--peers"),
+        (["--limit", "d64", "--head-dim", "128", "64"], "--limit says what --head-dim would"),
+        (["--limit", "d64", "--seqlen", "512"], "--limit says what --seqlen would"),
+        (["--limit", "decode", "--kernels", "kernel6"], "--limit says what --kernels would"),
     ],
 )
 def test_bad_options(argv, named, capsys):
@@ -331,4 +334,5 @@ def test_evidence_of_layouts_and_limits_has_files_of_its_own():
         parser = argparse.ArgumentParser()
         profile_table.add_arguments(parser)
         assert profile_table._file_name(parser.parse_args(step.argv[1:])) == step.what
+    assert profile_table._file_name(parser.parse_args([*steps[-1].argv[1:], "--peers"])) == "custom"
     assert profile_table._file_name(parser.parse_args([])) == "profile"

@@ -212,7 +212,6 @@ def test_one_launch_whatever_the_lengths(call, monkeypatch):
         return lambda *arguments: launches.append(arguments) or launch(*arguments)
 
     monkeypatch.setattr("cute_fa.dispatch.emulated_launch", counting)
-    monkeypatch.setattr("cute_fa.dispatch.emulated_launch", counting)
     monkeypatch.setattr("cute_fa.varlen._plans", {})
     monkeypatch.setattr("cute_fa.plan._plans", {})
     cute_fa.flash_attn_with_kvcache(**call)
