@@ -88,8 +88,12 @@ def mask(
     if attention_mask is None:
         valid = torch.ones(batch_size, length, dtype=torch.bool, device=device)
     else:
+        # Generation with a static cache asks twice, the second time with the first answer, which begins at kv_offset
+        # already: it has fewer columns than there are tokens.
+        padding = attention_mask[:, 0] if attention_mask.dim() == 3 else attention_mask
+        first = kv_offset if padding.shape[1] >= q_offset + q_length else 0
         valid = torch.zeros(batch_size, length, dtype=torch.bool, device=device)
-        known = attention_mask[:, kv_offset : kv_offset + length].to(valid)
+        known = padding[:, first : first + length].to(valid)
         valid[:, : known.shape[1]] = known
     if window is not None:
         return valid[:, None].expand(-1, window, -1)
