@@ -37,7 +37,14 @@ class ErrorCheck:
 
     def error(self, o: torch.Tensor) -> float:
         """Largest absolute error of an output (B, S_q, H, D) on the heads checked; NaN counts as infinite."""
-        return _max_error(torch.stack([o[batch, :, head] for batch, head in self.heads]), self.expected)
+        return _max_error(self._checked(o), self.expected)
+
+    def rms_error(self, o: torch.Tensor) -> float:
+        """Root of the mean squared error of the same: one rounding more in one element hardly moves it."""
+        return (self._checked(o).float() - self.expected).square().mean().sqrt().item()
+
+    def _checked(self, o: torch.Tensor) -> torch.Tensor:
+        return torch.stack([o[batch, :, head] for batch, head in self.heads])
 
     def allowed(self, peer_error: float | None) -> float:
         """Twice the error of SDPA's flash kernel (where it can't run: the attainable one) plus one rounding."""

@@ -17,7 +17,7 @@ from perf.profile_table import compared_rows, counter_rows, line_rows, sampled_r
 
 NOT_MEASURED = "_Not measured yet: `python -m perf all` on a GPU machine fills this in._"
 NOT_COMPILED = "_Not compiled yet: `python -m perf all` fills this in; it needs no GPU for this one._"
-FLASH = "sdpa_flash"
+FLASH, FLASH_4 = "sdpa_flash", "flash_attn_4"
 BEST_MMA_SYNC = next(rung for rung in reversed(LADDER) if rung.min_arch == (8, 0) and rung.max_rows is None)
 LADDER_CASE = {"D": 128, "S_q": 4096, "S_k": 4096, "causal": False}
 CASE_KEYS = ("S_q", "S_k", "causal")
@@ -70,6 +70,7 @@ def timing_table(what: str) -> str:
                 _quotient(tflops.get(LADDER[1].name), tflops.get(LADDER[0].name)),
                 _quotient(tflops.get(BEST_MMA_SYNC.name), tflops.get(FLASH)),
                 _quotient(tflops.get(best), fastest),
+                _quotient(*(by_name.get(name, {}).get("rms_error") for name in (best, FLASH_4))),
             ])  # fmt: skip
             rows.append([
                 str(seqlen_q) if seqlen_q == seqlen_k else f"{seqlen_q}x{seqlen_k}",
@@ -82,7 +83,7 @@ def timing_table(what: str) -> str:
         means = [_geometric_mean(column) for column in zip(*ratios, strict=True)]
         rows.append(["mean", "geometric", *[""] * len(names), *(cell(mean, ".2f") for mean in means), "", ""])
         headers = ["S", "mask", *names, f"{LADDER[1].name} / {LADDER[0].name}", f"{BEST_MMA_SYNC.name} / {FLASH}"]
-        headers += [f"{best} / best peer", "rungs' error", "SDPA's error"]
+        headers += [f"{best} / best peer", f"{best} / {FLASH_4}, rms error", "rungs' error", "SDPA's error"]
         first = records[0]
         ceilings = [record for record in document["records"] if record["kind"] == "ceiling"]
         ceiling = "".join(f"; {r['name']} in the same run: {r['tflops']:.0f} TFLOP/s" for r in ceilings)

@@ -134,14 +134,15 @@ def _time_case(case: Case, args) -> list[dict]:
     q, k, v = case.tensors(device)
     check = ErrorCheck.of(case, q, k, v)
     contestants = [*rungs_from(args), *(PEERS[name] for name in PEERS if name in args.peers)]
-    calls, reasons, errors = {}, {}, {}
+    calls, reasons, errors, rms_errors = {}, {}, {}, {}
     for contestant in contestants:
         try:
             calls[contestant.label] = contestant.prepare(case, q, k, v)
         except Unavailable as reason:
             reasons[contestant.label] = str(reason)
         else:
-            errors[contestant.label] = check.error(calls[contestant.label]())
+            o = calls[contestant.label]()
+            errors[contestant.label], rms_errors[contestant.label] = check.error(o), check.rms_error(o)
     allowed = check.allowed(_flash_error(case, q, k, v, check, errors))
     cold_l2 = args.cold_l2 or (args.set in SETS and SETS[args.set].cold_l2)
     timings = time_interleaved(calls, budget_s=CASE_BUDGET_S, repeats=args.repeats, cold_l2=cold_l2)
@@ -159,6 +160,7 @@ def _time_case(case: Case, args) -> list[dict]:
             record |= {**asdict(timing), "tflops": operations / timing.ms / 1e9, "cold_l2": cold_l2}
             record["kv_tbps"] = case.kv_bytes / timing.ms / 1e9
             record |= {"error": error, "error_allowed": allowed, "correct": error <= allowed}
+            record["rms_error"] = rms_errors[contestant.label]
         records.append(record)
     return records
 

@@ -32,6 +32,8 @@ def test_right_output_passes_and_any_other_does_not(case):
     wrong = right.clone()
     wrong[batch, -1, head, 0] += 0.5
     assert check.error(wrong) > check.allowed(None)
+    mean_square = check.rms_error(right) ** 2 + 0.5**2 / check.expected.numel()
+    assert check.rms_error(wrong) == pytest.approx(mean_square**0.5, rel=0.02)
     wrong[batch, -1, head, 0] = math.nan
     assert check.error(wrong) == torch.inf
 
