@@ -10,7 +10,7 @@ from cute_fa.compiled import get_compiled
 from cute_fa.config import KernelConfig
 from cute_fa.device.scores import ScoreArguments
 from cute_fa.ladder import Rung
-from cute_fa.problem import AttentionProblem, ScoreFeatures, ScoreOptions
+from cute_fa.problem import NO_FEATURES, AttentionProblem, ScoreFeatures, ScoreOptions
 
 
 def get_launch(problem: AttentionProblem, rung: Rung, config: KernelConfig, arch: str) -> Callable:
@@ -37,11 +37,15 @@ def get_launch(problem: AttentionProblem, rung: Rung, config: KernelConfig, arch
     return launch
 
 
-def score_arguments(options: ScoreOptions, features: ScoreFeatures, problem: AttentionProblem) -> ScoreArguments:
+def score_arguments(options: ScoreOptions, features: ScoreFeatures, problem: AttentionProblem) -> ScoreArguments | None:
     """The values of checked options as a kernel that is compiled with ``features`` takes them, None for what is off.
+
+    None for them all where the kernel has none.
 
     Tensors are views of the caller's with a stride of 0 where they are broadcast, wherever a kernel can read them so.
     """
+    if features == NO_FEATURES:
+        return None
     batch, num_heads, shape = problem.batch, problem.num_heads, (problem.seqlen_q, problem.seqlen_k)
     left, right = options.window_size
     slopes, sinks, bias = options.alibi_slopes, options.sinks, options.attn_bias

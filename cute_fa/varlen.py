@@ -125,8 +125,7 @@ def run_varlen(
         return o, lse
     q, k, v = (with_plain_strides(tensor) for tensor in _four_dimensional(q, k, v, tensors))
     packed = cu_seqlens_q is not None
-    features = plan.problem.static.features
-    values = score_arguments(options, features, plan.problem) if features.options else None
+    values = score_arguments(options, plan.problem.static.features, plan.problem)
     o_packed, lse_packed = (o[None], lse[None]) if packed else (o, lse)
     plan.launch(q, k, v, o_packed, lse_packed, scale, values, (max_seqlen_q, *tensors))
     return o, lse

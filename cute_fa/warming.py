@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -29,18 +29,9 @@ from cute_fa.varlen import describe, run_varlen
 # and its tiles depend on them, with one query, which decodes, and with as many.
 LENGTHS = tuple((seqlen_q, seqlen_k) for seqlen_k in (512, 2048, 8192) for seqlen_q in (1, seqlen_k))
 
-# What ``options`` may name -> the arguments of ``ScoreOptions`` that a call with one head has, on a device.
-OPTIONS: dict[str, Callable[[torch.device, torch.dtype], dict]] = {
-    "window_left": lambda device, dtype: {"window_size": (1, -1)},
-    "window_right": lambda device, dtype: {"window_size": (-1, 1)},
-    "softcap": lambda device, dtype: {"softcap": 1.0},
-    "alibi_slopes": lambda device, dtype: {"alibi_slopes": torch.ones(1, dtype=torch.float32, device=device)},
-    "sinks": lambda device, dtype: {"sinks": torch.zeros(1, dtype=torch.float32, device=device)},
-    "mask": lambda device, dtype: {"attn_bias": torch.ones(1, 1, dtype=torch.bool, device=device)},
-    "bias": lambda device, dtype: {"attn_bias": torch.zeros(1, 1, dtype=compute_dtype(dtype), device=device)},
-    "bias_fp32": lambda device, dtype: {"attn_bias": torch.zeros(1, 1, dtype=torch.float32, device=device)},
-    "descales": lambda device, dtype: {"q_descale": torch.ones(1, dtype=torch.float32, device=device)},
-}
+# What ``options`` may name.
+BIASES = ("mask", "bias", "bias_fp32")
+OPTIONS = ("window_left", "window_right", "softcap", "alibi_slopes", "sinks", *BIASES, "descales")
 
 
 @dataclass(frozen=True)
@@ -157,15 +148,7 @@ class _Call:
             q = q[0]
         if "cu_seqlens_k" in tensors and "block_table" not in tensors:
             k, v = k[0], v[0]
-        given = {}
-        for name in options:
-            found = OPTIONS[name](device, dtype)
-            if "window_size" in found and "window_size" in given:
-                found = {"window_size": (1, 1)}
-            if found.keys() & given.keys() - {"window_size"}:
-                raise ValueError(f"options must name one kind of attn_bias, got {', '.join(options)}")
-            given |= found
-        return _Call(q, k, v, causal, return_lse, ScoreOptions(**given), tensors)
+        return _Call(q, k, v, causal, return_lse, _score_options(options, dtype, device), tensors)
 
     def problem(self) -> AttentionProblem:
         """As ``select`` takes it, with every check."""
@@ -202,6 +185,26 @@ def _cuda_device(device) -> torch.device:
     if device.type != "cuda":
         raise ValueError(f"device must be a CUDA device, got {device}")
     return device
+
+
+def _score_options(names: Collection[str], dtype: torch.dtype, device: torch.device) -> ScoreOptions:
+    """Those of ``OPTIONS`` that are named, as a call with one head has them."""
+    biases = [name for name in BIASES if name in names]
+    if len(biases) > 1:
+        raise ValueError(f"options must name one kind of attn_bias, got {', '.join(biases)}")
+    bias_dtype = {"mask": torch.bool, "bias": compute_dtype(dtype), "bias_fp32": torch.float32}
+
+    def if_named(name: str, shape=(1,), dtype=torch.float32) -> torch.Tensor | None:
+        return torch.ones(shape, dtype=dtype, device=device) if name in names else None
+
+    return ScoreOptions(
+        window_size=tuple(1 if side in names else -1 for side in ("window_left", "window_right")),
+        softcap=1.0 if "softcap" in names else 0.0,
+        alibi_slopes=if_named("alibi_slopes"),
+        sinks=if_named("sinks"),
+        attn_bias=if_named(biases[0], (1, 1), bias_dtype[biases[0]]) if biases else None,
+        q_descale=if_named("descales"),
+    )
 
 
 def _names(argument: str, names, known: Collection[str]) -> tuple[str, ...]:

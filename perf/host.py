@@ -78,6 +78,7 @@ def _call_records() -> list[dict]:
     arch = arch_of_capability(torch.cuda.get_device_capability())
     rung, config = select(problem, arch)
     launch = get_launch(problem, rung, config, arch)
+    one_query = "forward, one query"
     calls = {
         "forward": functools.partial(cute_fa.forward, q, k, v),
         "forward, return_lse": functools.partial(cute_fa.forward, q, k, v, return_lse=True),
@@ -86,7 +87,7 @@ def _call_records() -> list[dict]:
         "torch.ops.cute_fa.forward": functools.partial(
             torch.ops.cute_fa.forward.default, q, k, v, False, None, False, "auto", None
         ),
-        "forward, one query": functools.partial(cute_fa.forward, q[:, :1], k, v),
+        one_query: functools.partial(cute_fa.forward, q[:, :1], k, v),
         "launch alone": functools.partial(launch, q, k, v, torch.empty_like(q), None, problem.softmax_scale(None)),
         "sdpa": functools.partial(scaled_dot_product_attention, *heads_first),
     }
@@ -101,9 +102,9 @@ def _call_records() -> list[dict]:
         records = [{"name": "flash_attn_4", "kind": "peer", "reason": reason}]
     with torch.no_grad():
         times = host_us(calls)
+    cases = {one_query: ONE_QUERY}
     measured = [
-        {"name": name, "kind": "rung" if name in own else "peer", **(ONE_QUERY if "one" in name else SMALL).as_record()}
-        | {"us": us}
+        {"name": name, "kind": "rung" if name in own else "peer", **cases.get(name, SMALL).as_record(), "us": us}
         for name, us in times.items()
     ]
     return measured + records

@@ -100,7 +100,7 @@ def emulate_forward(
     rung, chosen = select(problem, arch, kernel, layout)
     config = config or chosen
     static = problem.static
-    arguments = score_arguments(options, static.features, problem) if static.features.options else None
+    arguments = score_arguments(options, static.features, problem)
     _refuse_hours(rung, config, q.shape, problem.seqlen_k, static.causal, arguments)
     q, k, v = widened(q), widened(k), widened(v)
     o = torch.empty(problem.o_shape, dtype=q.dtype)
