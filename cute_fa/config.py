@@ -41,17 +41,21 @@ class PipelinedConfig(KernelConfig):
             every tile of keys.
         lazy_rescale: the softmax's reference follows a row's maximum only when that has risen by more than a
             threshold; else at every rise.
+        first_reference: with bf16, tiles without a mask keep the reference of those before and look for no maximum;
+            a CTA whose numbers overflow that way begins again, and looks.
     """
 
     num_stages: int
     q_in_registers: bool
     lazy_rescale: bool
+    first_reference: bool = False
 
     def __str__(self):
         stages = "1 stage" if self.num_stages == 1 else f"{self.num_stages} stages"
         parts = [super().__str__(), f"{self.ctas_per_sm} CTAs an SM", stages]
         parts += ["Q in registers"] if self.q_in_registers else []
         parts += ["lazy rescale"] if self.lazy_rescale else []
+        parts += ["first reference"] if self.first_reference else []
         return ", ".join(parts)
 
 

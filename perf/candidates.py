@@ -19,6 +19,7 @@ SPACE: dict[str, tuple] = {
     "num_threads": (128, 256),
     "num_stages": (1, 2),
     "q_in_registers": (False, True),
+    "first_reference": (False, True),
     "ctas_per_sm": (4, 3, 2, 1),
 }
 MIN_WARPS = 8  # an SM: two for each of its four schedulers

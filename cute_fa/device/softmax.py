@@ -40,6 +40,26 @@ def thread_row_max(acc_S: cute.Tensor) -> cute.Tensor:
     return row_max
 
 
+def any_thread(condition, num_threads: int) -> cutlass.Boolean:
+    """Whether the condition holds in any thread of the CTA; a barrier."""
+    votes = cute.arch.inline_ptx(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r0}, 0;\nbar.red.popc.u32 {$w0}, {$r1}, %d, p;\n}" % num_threads,
+        write_only_types=[cutlass.Int32],
+        read_only_args=[cutlass.Int32(condition), cutlass.Int32(0)],
+    )
+    return votes != 0
+
+
+@cute.jit
+def has_overflowed(acc_O: cute.Tensor, softmax: OnlineSoftmax) -> cutlass.Boolean:
+    """Whether one of this thread's outputs or sums is infinite or NaN."""
+    zero = cutlass.Float32(0.0)
+    for values in (acc_O, softmax.row_sum):
+        for i in cutlass.range_constexpr(cute.size(values)):
+            zero = zero + values[i] * 0.0
+    return not zero == 0.0
+
+
 @cute.jit
 def finish_row(row_ref, row_sum, sink, output_factor):
     """(what a row of O is to be multiplied by, its natural log-sum-exp) of the sum of exp2(c * s - row_ref).
@@ -81,6 +101,11 @@ class OnlineSoftmax:
         row_ref.fill(NO_KEY)
         row_sum.fill(0.0)
         return OnlineSoftmax(scale_log2, row_ref, row_sum)
+
+    def reset(self):
+        """As before the first key."""
+        self.row_ref.fill(NO_KEY)
+        self.row_sum.fill(0.0)
 
     @cute.jit
     def rescale(self, row_max: cute.Tensor, acc_O: cute.Tensor):

@@ -25,6 +25,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
+import torch
 
 from cute_fa.config import PipelinedConfig
 from cute_fa.device.copies import copy_rows, make_gmem_tiled_copies, row_tile
@@ -44,7 +45,7 @@ from cute_fa.device.registers import recompute_from, reread_thread
 from cute_fa.device.schedule import longest_first
 from cute_fa.device.scores import ScoreArguments, ScoreModifier
 from cute_fa.device.sequences import Member, batch_and_longest, copy_paged_rows
-from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, thread_row_max
+from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, any_thread, has_overflowed, thread_row_max
 from cute_fa.kernels.entries import Entries
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, HeadDim, require_smem, require_tiles, require_warps, tile_bytes
 from cute_fa.problem import HEAD_DIMS, SCORE_OPTIONS, VECTOR, StaticProblem, padded_head_dim
@@ -77,6 +78,10 @@ class Sm80Pipelined(Entries):
 
     def __init__(self, static: StaticProblem, config: PipelinedConfig):
         self.features = static.features
+        # fp16 has too few exponents, and a bias may hide all keys of the tiles that give the reference.
+        self.keeps_reference = (
+            config.first_reference and static.dtype == torch.bfloat16 and static.features.bias is None
+        )
         self.bounded_right = static.causal or static.features.window_right
         self.config = config
         self.qk = HeadDim(static.head_dim)
@@ -182,26 +187,11 @@ class Sm80Pipelined(Entries):
             dtype=dtype,
             pages=member.pages,
             load_copy=load_copy,
-            thr_load=thr_load,
-            K=SimpleNamespace(
-                gmem=gK,
-                smem=thr_load.partition_D(sK),
-                coords=thr_load.partition_S(cute.make_identity_tensor((tile_n, qk.padded))),
-                width=qk,
-            ),
-            V=SimpleNamespace(
-                gmem=gV,
-                smem=thr_load.partition_D(sV),
-                coords=thr_load.partition_S(cute.make_identity_tensor((tile_n, vo.padded))),
-                width=vo,
-            ),
+            gmem=(gK, gV),
+            smem=(sQ, sK, sV, sVt),
             tiled_mma=tiled_mma,
             thr_mma=thr_mma,
-            tSrQ=SmemOperand(ldmatrix, tiled_mma, "A", sQ, tidx, qk.used_of(tile_m)),
-            tSrK=SmemOperand(ldmatrix, tiled_mma, "B", sK, tidx, qk.used_of(tile_n)),
-            tOrVt=SmemOperand(ldmatrix_trans, tiled_mma, "B", sVt, tidx, vo.used_of(tile_n, transposed=True)),
             acc_O=acc_O,
-            cS=cS,
             softmax=softmax,
             modifier=modifier,
             seqlen_k=seqlen_k,
@@ -209,26 +199,30 @@ class Sm80Pipelined(Entries):
             right_edge=right_edge,
             first_block=first_block,
         )
+        self.take_place(this, tidx)
 
         tQcQ = thr_load.partition_S(cute.make_identity_tensor((tile_m, qk.padded)))
         copy_rows(load_copy, thr_load.partition_S(gQ), thr_load.partition_D(sQ), tQcQ, queries_left, qk.ragged)
         last = num_blocks - 1
-        if last >= 0:
-            self.load(this, this.K, last, False)
-            if cutlass.const_expr(stages == 2):
-                self.load(this, this.V, last, False)
-        cute.arch.cp_async_commit_group()
+        self.load_first(this, last)
         if cutlass.const_expr(self.config.q_in_registers):
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             this.tSrQ.load_all()
-        for i in cutlass.range(num_blocks - num_unmasked, unroll=1):
-            self.step(this, last - i, True)
-        for i in cutlass.range(num_blocks - num_unmasked, num_blocks - first_whole, unroll=1):
-            self.step(this, last - i, False)
-        if cutlass.const_expr(self.features.window_left):
-            for i in cutlass.range(num_blocks - first_whole, num_blocks - first_block, unroll=1):
-                self.step(this, last - i, True)
+        num_masked, end_whole, end = num_blocks - num_unmasked, num_blocks - first_whole, num_blocks - first_block
+        if cutlass.const_expr(self.keeps_reference):
+            # One tile more, which all rows see, so that all have a reference.
+            num_masked = cutlass.min(num_masked + 1, end_whole)
+            self.attend(this, last, num_masked, end_whole, end)
+            cute.arch.cp_async_wait_group(0)
+            if any_thread(has_overflowed(acc_O, softmax), self.config.num_threads):
+                acc_O.fill(0.0)
+                softmax.reset()
+                self.take_place(this, reread_thread())
+                self.load_first(this, recompute_from(last))
+                self.attend(this, recompute_from(last), end, end, end)
+        else:
+            self.attend(this, last, num_masked, end_whole, end)
         # A CTA whose queries see no key has waited for nothing yet, and O takes the place of Q.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
@@ -246,6 +240,51 @@ class Sm80Pipelined(Entries):
             gLSE = cute.domain_offset((m_block * tile_m,), member.statistics(mLSE, head))
             store_lse(lse, gLSE, cS, queries_left)
         store_output(acc_O, sO, gO, tiled_mma, store_copy, tidx, queries_left, vo.ragged)
+
+    def take_place(self, this, tidx):
+        """What of the tiles is this thread's to load, and to multiply."""
+        tile_m, tile_n, qk, vo = self.config.tile_m, self.config.tile_n, self.qk, self.vo
+        (gK, gV), (sQ, sK, sV, sVt) = this.gmem, this.smem
+        ldmatrix, ldmatrix_trans = make_ldmatrix_atom(this.dtype, False), make_ldmatrix_atom(this.dtype, True)
+        this.thr_load = thr_load = this.load_copy.get_slice(tidx)
+        this.K = SimpleNamespace(
+            gmem=gK,
+            smem=thr_load.partition_D(sK),
+            coords=thr_load.partition_S(cute.make_identity_tensor((tile_n, qk.padded))),
+            width=qk,
+        )
+        this.V = SimpleNamespace(
+            gmem=gV,
+            smem=thr_load.partition_D(sV),
+            coords=thr_load.partition_S(cute.make_identity_tensor((tile_n, vo.padded))),
+            width=vo,
+        )
+        this.tSrQ = SmemOperand(ldmatrix, this.tiled_mma, "A", sQ, tidx, qk.used_of(tile_m))
+        this.tSrK = SmemOperand(ldmatrix, this.tiled_mma, "B", sK, tidx, qk.used_of(tile_n))
+        this.tOrVt = SmemOperand(ldmatrix_trans, this.tiled_mma, "B", sVt, tidx, vo.used_of(tile_n, transposed=True))
+        this.cS = acc_as_rows(
+            this.tiled_mma.get_slice(tidx).partition_C(cute.make_identity_tensor((tile_m, tile_n)))
+        )
+
+    @cute.jit
+    def load_first(self, this, last):
+        """Starts the loads of the first tile of the walk."""
+        if last >= 0:
+            self.load(this, this.K, last, False)
+            if cutlass.const_expr(self.config.num_stages == 2):
+                self.load(this, this.V, last, False)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def attend(self, this, last, num_masked, end_whole, end):
+        """All tiles, from the last one down: ``num_masked`` with a mask, up to ``end_whole`` without, the rest with."""
+        for i in cutlass.range(num_masked, unroll=1):
+            self.step(this, last - i, True)
+        for i in cutlass.range(num_masked, end_whole, unroll=1):
+            self.step(this, last - i, False)
+        if cutlass.const_expr(self.features.window_left):
+            for i in cutlass.range(end_whole, end, unroll=1):
+                self.step(this, last - i, True)
 
     @cute.jit
     def step(self, this, n_block, masked: cutlass.Constexpr):
@@ -284,11 +323,12 @@ class Sm80Pipelined(Entries):
             mask_scores(scores, this.cS, key_limits(rows, keys_left, right_edge, self.bounded_right))
             if cutlass.const_expr(self.features.window_left):
                 mask_scores_before(scores, this.cS, key_starts(rows, this.left_edge - first_key))
-        row_max = thread_row_max(acc_S)
-        if cutlass.const_expr(self.config.lazy_rescale):
-            this.softmax.rescale_if_needed(row_max, this.acc_O)
-        else:
-            this.softmax.rescale(row_max, this.acc_O)
+        if cutlass.const_expr(masked or not self.keeps_reference):
+            row_max = thread_row_max(acc_S)
+            if cutlass.const_expr(self.config.lazy_rescale):
+                this.softmax.rescale_if_needed(row_max, this.acc_O)
+            else:
+                this.softmax.rescale(row_max, this.acc_O)
         self.softmax_and_gemm(this, acc_S, stage)
 
     def softmax_and_gemm(self, this, acc_S, stage):
