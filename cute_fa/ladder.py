@@ -136,9 +136,9 @@ def _wide_tuned(config: Sm90Config) -> tuple[Tuned, ...]:
 
 
 _SPLIT = SplitConfig(tile_m=16, tile_n=16, num_threads=128, ctas_per_sm=2, layout=SWIZZLE_333, num_stages=2)
-_SPLIT_WIDE = replace(_SPLIT, tile_n=32, ctas_per_sm=1)  # the faster one on an H200, where shared memory has room
+_SPLIT_DEEP = replace(_SPLIT, num_stages=3, ctas_per_sm=1)  # the faster one on an H200, where shared memory has room
 _SPLITS = tuple(
-    Preference(replace(config, early_combine=early)) for config in (_SPLIT_WIDE, _SPLIT) for early in (True, False)
+    Preference(replace(config, early_combine=early)) for config in (_SPLIT_DEEP, _SPLIT) for early in (True, False)
 )
 
 LADDER: tuple[Rung, ...] = (
@@ -193,8 +193,9 @@ LADDER: tuple[Rung, ...] = (
         tuned=_LAZY_TUNED,
         preferences=PIPELINED,
         min_arch=(8, 0),
-        changed="Tile, stages, CTAs an SM and where Q stays are chosen for head dimension, mask, length and "
-        "architecture, by measurement where there is one (python -m perf choices). No spills.",
+        changed="Tile, stages, CTAs an SM and where Q stays are chosen for type, head dimension, mask, length and "
+        "architecture, by measurement where there is one (python -m perf choices); so is, of bf16, whether tiles "
+        "without a mask look for a maximum. No spills.",
     ),
     Rung(
         name="kernel7",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import torch
-
 from cute_fa.arch import REGISTERS_PER_SM, get_arch, smem_fits
 from cute_fa.config import PipelinedConfig
 from cute_fa.ladder import Rung
@@ -27,7 +25,7 @@ MAX_REGISTERS = 255  # of a thread
 OTHER_REGISTERS = 32  # addresses, fragments of K and V, maxima and sums: fewer than any kernel here takes
 
 
-def candidates(rung: Rung, head_dim: int, arch: str) -> list[PipelinedConfig]:
+def candidates(rung: Rung, static: StaticProblem, arch: str) -> list[PipelinedConfig]:
     """The configurations of ``SPACE`` that the rung's kernel can be built with and that may run well, best first.
 
     Left out are those with more CTAs an SM than its shared memory holds, with fewer than ``MIN_WARPS`` warps an SM,
@@ -35,7 +33,6 @@ def candidates(rung: Rung, head_dim: int, arch: str) -> list[PipelinedConfig]:
     would treat alike. "Best" is what reads least shared memory for a score.
     """
     found: dict[tuple, PipelinedConfig] = {}
-    static = StaticProblem(torch.bfloat16, head_dim, causal=False, return_lse=False)
     for values in itertools.product(*SPACE.values()):
         config = replace(rung.config, **dict(zip(SPACE, values, strict=True)))
         try:
@@ -45,7 +42,7 @@ def candidates(rung: Rung, head_dim: int, arch: str) -> list[PipelinedConfig]:
         allowed = register_limit(config)
         fits = smem_fits(get_arch(arch), rung.kernel.smem_bytes(static, config)) >= config.ctas_per_sm
         enough = config.num_threads // 32 * config.ctas_per_sm >= MIN_WARPS
-        if fits and enough and least_registers(config, head_dim) <= allowed:
+        if fits and enough and least_registers(config, static.head_dim) <= allowed:
             # The compiler sees the CTAs of an SM only as a limit of registers.
             found.setdefault((replace(config, ctas_per_sm=0), allowed), config)
     return sorted(found.values(), key=reads_per_score)

@@ -1,4 +1,4 @@
-"""Chooses tiles, stages, CTAs an SM and the place of Q by measurement on this machine's card.
+"""Chooses tiles, stages, CTAs an SM, the place of Q and the softmax's reference by measurement on this card.
 
 For the rungs whose configuration is chosen: candidates are compiled in parallel, those that spill are left out,
 each is checked against float32, and all are timed in one interleaved run a problem, the slower ones fewer times.
@@ -24,7 +24,7 @@ import torch
 
 from cute_fa.arch import arch_of_capability
 from cute_fa.choices import choose
-from cute_fa.choices.files import MeasuredChoice, Measurement, dumps, read_choices, shipped_file, user_file
+from cute_fa.choices.files import MeasuredChoice, Measurement, dtype_name, dumps, read_choices, shipped_file, user_file
 from cute_fa.compiled import compile_ahead
 from cute_fa.config import PipelinedConfig
 from cute_fa.ladder import LADDER, Rung
@@ -128,7 +128,7 @@ def jobs_of(pairs: list[tuple[Rung, Case]], arch: str, count: int) -> list[Job]:
     for rung, case in pairs:
         today = choose(rung, case.problem(own_device()), arch).config
         jobs |= dict.fromkeys(
-            (case.static, rung, config) for config in (today, *candidates(rung, case.D, arch)[:count])
+            (case.static, rung, config) for config in (today, *candidates(rung, case.static, arch)[:count])
         )
     return list(jobs)
 
@@ -221,7 +221,10 @@ def chosen(
         runner_up=others[0]["config"] if others else None,
         runner_up_tflops=others[0]["tflops"] if others else None,
     )
-    return [MeasuredChoice(rung.name, arch, case.D, case.causal, case.S_k, by_label[first["config"]], measurement)]
+    dtype = dtype_name(case.static.dtype)
+    return [
+        MeasuredChoice(rung.name, arch, dtype, case.D, case.causal, case.S_k, by_label[first["config"]], measurement)
+    ]
 
 
 def write_choices(path: Path, choices: list[MeasuredChoice]) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import torch
+
 from cute_fa.cache import cache_dir, slug
 from cute_fa.config import KernelConfig, PipelinedConfig
 from layouts import CATALOG
@@ -40,10 +42,12 @@ class Measurement:
 
 @dataclass(frozen=True)
 class MeasuredChoice:
-    """The configuration that was fastest for a rung, an architecture, a head dimension, a mask and ``seqlen`` keys."""
+    """The configuration that was fastest for a rung, an architecture, a dtype ("bfloat16"), a head dimension, a mask
+    and ``seqlen`` keys."""
 
     rung: str
     arch: str
+    dtype: str
     head_dim: int
     causal: bool
     seqlen: int
@@ -53,7 +57,12 @@ class MeasuredChoice:
     @property
     def key(self) -> tuple:
         """What it is the choice for."""
-        return self.rung, self.arch, self.head_dim, self.causal, self.seqlen
+        return self.rung, self.arch, self.dtype, self.head_dim, self.causal, self.seqlen
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as files have it ("bfloat16")."""
+    return str(dtype).removeprefix("torch.")
 
 
 def user_file(device: str) -> Path:
@@ -67,10 +76,10 @@ def shipped_file(arch: str) -> Path:
 
 
 def nearest(
-    choices: Iterable[MeasuredChoice], rung: str, arch: str, head_dim: int, causal: bool, seqlen: int
+    choices: Iterable[MeasuredChoice], rung: str, arch: str, dtype: str, head_dim: int, causal: bool, seqlen: int
 ) -> MeasuredChoice | None:
     """The choice measured at the length that is nearest as a ratio; None where nothing that fits was measured."""
-    same = [choice for choice in choices if choice.key[:-1] == (rung, arch, head_dim, causal)]
+    same = [choice for choice in choices if choice.key[:-1] == (rung, arch, dtype, head_dim, causal)]
     return min(same, key=lambda choice: abs(math.log2(choice.seqlen / max(1, seqlen))), default=None)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cute_fa.arch import get_arch
-from cute_fa.choices.files import MeasuredChoice, nearest, read_choices, shipped_file, user_file
+from cute_fa.choices.files import MeasuredChoice, dtype_name, nearest, read_choices, shipped_file, user_file
 from cute_fa.choices.rule import preferred
 from cute_fa.config import KernelConfig
 from cute_fa.problem import AttentionProblem, StaticProblem, padded_head_dim
@@ -50,7 +50,7 @@ def choose(rung: Rung, problem: AttentionProblem, arch: str, layout: SmemLayout 
         return Choice(config, OWN)
     for source, path in _files(problem.device, arch):
         choices = read_choices(path)
-        found = nearest(choices, rung.name, arch, head_dim, problem.causal, problem.seqlen_k)
+        found = nearest(choices, rung.name, arch, dtype_name(static.dtype), head_dim, problem.causal, problem.seqlen_k)
         if found is None:
             continue
         config = _with_layout(found.config, layout)

@@ -40,26 +40,6 @@ def thread_row_max(acc_S: cute.Tensor) -> cute.Tensor:
     return row_max
 
 
-def any_thread(condition, num_threads: int) -> cutlass.Boolean:
-    """Whether the condition holds in any thread of the CTA; a barrier."""
-    votes = cute.arch.inline_ptx(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r0}, 0;\nbar.red.popc.u32 {$w0}, {$r1}, %d, p;\n}" % num_threads,
-        write_only_types=[cutlass.Int32],
-        read_only_args=[cutlass.Int32(condition), cutlass.Int32(0)],
-    )
-    return votes != 0
-
-
-@cute.jit
-def has_overflowed(acc_O: cute.Tensor, softmax: OnlineSoftmax) -> cutlass.Boolean:
-    """Whether one of this thread's outputs or sums is infinite or NaN."""
-    zero = cutlass.Float32(0.0)
-    for values in (acc_O, softmax.row_sum):
-        for i in cutlass.range_constexpr(cute.size(values)):
-            zero = zero + values[i] * 0.0
-    return not zero == 0.0
-
-
 @cute.jit
 def finish_row(row_ref, row_sum, sink, output_factor):
     """(what a row of O is to be multiplied by, its natural log-sum-exp) of the sum of exp2(c * s - row_ref).
@@ -131,6 +111,15 @@ class OnlineSoftmax:
             rises = rises | (row_max[r] * self.scale_log2 - self.row_ref[r] > RESCALE_THRESHOLD)
         if cute.arch.vote_any_sync(rises):
             self.rescale(row_max, acc_O)
+
+    @cute.jit
+    def has_overflowed(self, acc_O: cute.Tensor) -> cutlass.Boolean:
+        """Whether one of this thread's outputs or sums is infinite or NaN."""
+        zero = cutlass.Float32(0.0)
+        for values in (acc_O, self.row_sum):
+            for i in cutlass.range_constexpr(cute.size(values)):
+                zero = zero + values[i] * 0.0
+        return not zero == 0.0
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor):

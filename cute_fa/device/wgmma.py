@@ -67,16 +67,6 @@ def issue(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Te
     warpgroup.commit_group()
 
 
-def any_thread(condition, barrier_id) -> cutlass.Boolean:
-    """Whether the condition holds in any of the 128 threads; a barrier of the warpgroup."""
-    votes = cute.arch.inline_ptx(
-        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r0}, 0;\nbar.red.popc.u32 {$w0}, {$r1}, 128, p;\n}",
-        write_only_types=[cutlass.Int32],
-        read_only_args=[cutlass.Int32(condition), cutlass.Int32(barrier_id)],
-    )
-    return votes != 0
-
-
 def acc_columns(acc: cute.Tensor, first: int, count: int) -> cute.Tensor:
     """Columns of an accumulator ((2, 2, N / 8), 1, 1), as one; ``first`` and ``count`` in multiples of 8."""
     return cute.make_tensor(acc.iterator + first // 2, cute.make_layout(((2, 2, count // 8), 1, 1)))

@@ -16,6 +16,10 @@ window only its tiles are walked, and a third loop masks those that its left edg
             P      = exp2(acc_S)              tensor cores work on the one before
             acc_O += P V
 
+With ``first_reference`` the tiles without a mask look for no maximum: any reference gives the same output while the
+numbers fit their types, and bf16 and fp32 hold 2**127. A CTA some of whose numbers didn't fit walks all tiles again,
+and looks.
+
 Every access to shared memory goes through tensors built from the one layout of the configuration.
 """
 
@@ -45,7 +49,8 @@ from cute_fa.device.registers import recompute_from, reread_thread
 from cute_fa.device.schedule import longest_first
 from cute_fa.device.scores import ScoreArguments, ScoreModifier
 from cute_fa.device.sequences import Member, batch_and_longest, copy_paged_rows
-from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, any_thread, has_overflowed, thread_row_max
+from cute_fa.device.softmax import LOG2_E, OnlineSoftmax, thread_row_max
+from cute_fa.device.votes import any_thread
 from cute_fa.kernels.entries import Entries
 from cute_fa.kernels.tiles import SMEM_ALIGNMENT, HeadDim, require_smem, require_tiles, require_warps, tile_bytes
 from cute_fa.problem import HEAD_DIMS, SCORE_OPTIONS, VECTOR, StaticProblem, padded_head_dim
@@ -72,16 +77,17 @@ class Sm80Pipelined(Entries):
         require_warps(config)
         if config.num_stages not in (1, 2):
             raise ValueError(f"num_stages must be 1 or 2, got {config.num_stages}")
+        if config.first_reference and static.dtype != torch.bfloat16:
+            raise ValueError(f"first_reference must be False for {static.dtype}, which has too few exponents, got True")
         for head_dim in {static.head_dim, static.head_dim_v}:
             require_tiles(config, padded_head_dim(head_dim))
         require_smem(Sm80Pipelined.smem_bytes(static, config), config, static.widest_head_dim, arch)
 
     def __init__(self, static: StaticProblem, config: PipelinedConfig):
         self.features = static.features
-        # fp16 has too few exponents, and a bias may hide all keys of the tiles that give the reference.
-        self.keeps_reference = (
-            config.first_reference and static.dtype == torch.bfloat16 and static.features.bias is None
-        )
+        # A bias may hide all keys of the tiles that give the reference, and under ALiBi others may lie far above it.
+        added = static.features.bias is not None or static.features.alibi
+        self.keeps_reference = config.first_reference and not added
         self.bounded_right = static.causal or static.features.window_right
         self.config = config
         self.qk = HeadDim(static.head_dim)
@@ -204,27 +210,23 @@ class Sm80Pipelined(Entries):
         tQcQ = thr_load.partition_S(cute.make_identity_tensor((tile_m, qk.padded)))
         copy_rows(load_copy, thr_load.partition_S(gQ), thr_load.partition_D(sQ), tQcQ, queries_left, qk.ragged)
         last = num_blocks - 1
-        self.load_first(this, last)
-        if cutlass.const_expr(self.config.q_in_registers):
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.sync_threads()
-            this.tSrQ.load_all()
+        self.start(this, last)
         num_masked, end_whole, end = num_blocks - num_unmasked, num_blocks - first_whole, num_blocks - first_block
         if cutlass.const_expr(self.keeps_reference):
             # One tile more, which all rows see, so that all have a reference.
             num_masked = cutlass.min(num_masked + 1, end_whole)
-            self.attend(this, last, num_masked, end_whole, end)
-            cute.arch.cp_async_wait_group(0)
-            if any_thread(has_overflowed(acc_O, softmax), self.config.num_threads):
-                acc_O.fill(0.0)
-                softmax.reset()
-                self.take_place(this, reread_thread())
-                self.load_first(this, recompute_from(last))
-                self.attend(this, recompute_from(last), end, end, end)
-        else:
-            self.attend(this, last, num_masked, end_whole, end)
+        for i in cutlass.range(num_masked, unroll=1):
+            self.step(this, last - i, True)
+        for i in cutlass.range(num_masked, end_whole, unroll=1):
+            self.step(this, last - i, False)
+        if cutlass.const_expr(self.features.window_left):
+            for i in cutlass.range(end_whole, end, unroll=1):
+                self.step(this, last - i, True)
         # A CTA whose queries see no key has waited for nothing yet, and O takes the place of Q.
         cute.arch.cp_async_wait_group(0)
+        if cutlass.const_expr(self.keeps_reference):
+            if any_thread(softmax.has_overflowed(acc_O), 0, self.config.num_threads):
+                self.begin_again(this, last, end)
         cute.arch.sync_threads()
 
         lse = softmax.finish(
@@ -232,8 +234,8 @@ class Sm80Pipelined(Entries):
             arguments.sinks[head] * LOG2_E if self.features.sinks else None,
             arguments.output_factors[batch, head] if self.features.descales else None,
         )
-        if cutlass.const_expr(not self.bounded_right):
-            # With a mask ptxas has room to keep the thread's place through the loops; without one it spills it.
+        if cutlass.const_expr(not self.bounded_right or self.keeps_reference):
+            # Here ptxas would spill the thread's place through the loops, elsewhere others if it weren't kept.
             tidx = reread_thread()
         gO = row_tile(member.queries(mO, head), m_block * tile_m, tile_m, vo.padded)
         if cutlass.const_expr(mLSE is not None):
@@ -267,28 +269,36 @@ class Sm80Pipelined(Entries):
         )
 
     @cute.jit
-    def load_first(self, this, last):
-        """Starts the loads of the first tile of the walk."""
+    def start(self, this, last):
+        """Starts the loads of the first tile of the walk; from here on Q is in registers if it is to be there."""
         if last >= 0:
             self.load(this, this.K, last, False)
             if cutlass.const_expr(self.config.num_stages == 2):
                 self.load(this, this.V, last, False)
         cute.arch.cp_async_commit_group()
+        if cutlass.const_expr(self.config.q_in_registers):
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            this.tSrQ.load_all()
 
     @cute.jit
-    def attend(self, this, last, num_masked, end_whole, end):
-        """All tiles, from the last one down: ``num_masked`` with a mask, up to ``end_whole`` without, the rest with."""
-        for i in cutlass.range(num_masked, unroll=1):
+    def begin_again(self, this, last, num_blocks):
+        """Walks all tiles once more, and looks for the maxima of each."""
+        this.acc_O.fill(0.0)
+        this.softmax.reset()
+        # Nothing is kept through the first walk for the sake of this one.
+        self.take_place(this, reread_thread())
+        last = recompute_from(last)
+        self.start(this, last)
+        for i in cutlass.range(num_blocks, unroll=1):
             self.step(this, last - i, True)
-        for i in cutlass.range(num_masked, end_whole, unroll=1):
-            self.step(this, last - i, False)
-        if cutlass.const_expr(self.features.window_left):
-            for i in cutlass.range(end_whole, end, unroll=1):
-                self.step(this, last - i, True)
 
     @cute.jit
     def step(self, this, n_block, masked: cutlass.Constexpr):
-        """One tile of keys, whose loads have been started: K, with two stages V too. Starts the next loads."""
+        """One tile of keys, whose loads have been started: K, with two stages V too. Starts the next loads.
+
+        With ``keeps_reference`` a tile without a mask is held against the reference of those before.
+        """
         stages = self.config.num_stages
         stage = n_block % stages
         cute.arch.cp_async_wait_group(0)

@@ -20,6 +20,7 @@ from cute_fa.config import Sm90Config
 from cute_fa.device import wgmma
 from cute_fa.device.consumer import Consumer
 from cute_fa.device.query_tiles import QueryTiles
+from cute_fa.device.votes import any_thread
 from cute_fa.device.wgmma import ROWS
 from cute_fa.kernels.sm90_warp_specialized import GROUP_BARRIER, TURN_BARRIER, WARPGROUP, Sm90WarpSpecialized
 from cute_fa.problem import StaticProblem, padded_head_dim
@@ -159,7 +160,7 @@ class Sm90Overlapped(Sm90WarpSpecialized):
         tiles.change_scores(acc_S, consumer.cS, tile, consumer.index, i, False)
         sums = cute.make_rmem_tensor(2, cutlass.Float32)
         # The warpgroup decides as one, since wgmma is an instruction of all of it.
-        again = wgmma.any_thread(consumer.softmax.try_fold(acc_S, sums), GROUP_BARRIER + consumer.index)
+        again = any_thread(consumer.softmax.try_fold(acc_S, sums), GROUP_BARRIER + consumer.index, WARPGROUP)
         if again:
             consumer.reissue_scores(acc_S, q_number, number)
             warpgroup.wait_group(0)

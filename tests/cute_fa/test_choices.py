@@ -24,7 +24,7 @@ from cute_fa.choices.files import (
 from cute_fa.choices.lookup import CARD, OWN, RULE, SHIPPED
 from cute_fa.choices.rule import preferred
 from cute_fa.ladder import KERNELS, LADDER, select
-from cute_fa.problem import NO_FEATURES, AttentionProblem, StaticProblem
+from cute_fa.problem import DTYPES, NO_FEATURES, AttentionProblem, StaticProblem
 from layouts import PADDED_8, PLAIN, SWIZZLE_333, SmemLayout
 from perf.resources import NO_CUOBJDUMP, find_cuobjdump, resources_of
 
@@ -35,15 +35,21 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
 needs_cuobjdump = pytest.mark.skipif(find_cuobjdump() is None, reason=NO_CUOBJDUMP)
 
 
-def problem(head_dim: int = 128, causal: bool = False, seqlen: int = 1024, device: str = "cpu") -> AttentionProblem:
+def problem(
+    head_dim: int = 128,
+    causal: bool = False,
+    seqlen: int = 1024,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> AttentionProblem:
     shape = (1, seqlen, seqlen, 2, 2, head_dim, head_dim)
-    return AttentionProblem(*shape, torch.bfloat16, torch.device(device), causal, False, (-1, -1), NO_FEATURES)
+    return AttentionProblem(*shape, dtype, torch.device(device), causal, False, (-1, -1), NO_FEATURES)
 
 
 def measured(seqlen: int, causal: bool = False, arch: str = "sm_90a", **fields) -> MeasuredChoice:
     config = replace(RUNG.config, **fields)
     found = Measurement("NVIDIA Test", "abc", "2026-01-01", {"torch": "2"}, {"B": 1}, 300.0, "other", 290.0)
-    return MeasuredChoice(RUNG.name, arch, 128, causal, seqlen, config, found)
+    return MeasuredChoice(RUNG.name, arch, "bfloat16", 128, causal, seqlen, config, found)
 
 
 @pytest.fixture
@@ -92,12 +98,12 @@ def test_file_round_trip():
 )
 def test_nearest_length_counts_in_ratios(seqlen, expected):
     choices = [measured(s) for s in (8192, 512, 2048)]
-    assert nearest(choices, RUNG.name, "sm_90a", 128, False, seqlen).seqlen == expected
+    assert nearest(choices, RUNG.name, "sm_90a", "bfloat16", 128, False, seqlen).seqlen == expected
 
 
-@pytest.mark.parametrize("change", [{"rung": "other"}, {"arch": "sm_80"}, {"head_dim": 64}, {"causal": True}])
+@pytest.mark.parametrize("change", [{"rung": "other"}, {"arch": "sm_80"}, {"dtype": "float16"}, {"head_dim": 64}, {"causal": True}])
 def test_a_choice_serves_what_it_was_measured_for(change):
-    key = {"rung": RUNG.name, "arch": "sm_90a", "head_dim": 128, "causal": False, "seqlen": 512}
+    key = {"rung": RUNG.name, "arch": "sm_90a", "dtype": "bfloat16", "head_dim": 128, "causal": False, "seqlen": 512}
     assert nearest([measured(512)], **key) == measured(512)
     assert nearest([measured(512)], **key | change) is None
 
@@ -215,35 +221,38 @@ def test_the_first_preference_that_has_room_and_does_not_spill():
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_rule_s_choice_fits_as_often_as_it_says(arch, head_dim, causal, files):
-    choice = choose(RUNG, problem(head_dim, causal), arch)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_rule_s_choice_fits_as_often_as_it_says(arch, head_dim, causal, dtype, files):
+    choice = choose(RUNG, problem(head_dim, causal, dtype=dtype), arch)
     assert choice.source == RULE
-    static = problem(head_dim, causal).static
+    static = problem(head_dim, causal, dtype=dtype).static
     RUNG.check(static, choice.config, arch)
     smem_bytes = RUNG.kernel.smem_bytes(static, choice.config)
     assert smem_fits(get_arch(arch), smem_bytes) >= choice.config.ctas_per_sm >= 2
     assert choice.config.layout == SWIZZLE_333 and choice.config.lazy_rescale
+    assert choice.config.first_reference == (dtype == torch.bfloat16)
 
 
-def stack_bytes(choice_config, arch: str, head_dim: int, causal: bool) -> int:
-    return resources_of(StaticProblem(torch.bfloat16, head_dim, causal, False), RUNG, choice_config, arch).stack_bytes
+def stack_bytes(choice_config, arch: str, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16) -> int:
+    return resources_of(StaticProblem(dtype, head_dim, causal, False), RUNG, choice_config, arch).stack_bytes
 
 
 @needs_cuobjdump
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_rule_s_choice_compiles_without_spills(arch, head_dim, causal, monkeypatch, tmp_path):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_rule_s_choice_compiles_without_spills(arch, head_dim, causal, dtype, monkeypatch, tmp_path):
     monkeypatch.setattr("cute_fa.choices.lookup.shipped_file", lambda arch: tmp_path / "none.json")
-    config = choose(RUNG, problem(head_dim, causal), arch).config
-    assert stack_bytes(config, arch, head_dim, causal) == 0
+    config = choose(RUNG, problem(head_dim, causal, dtype=dtype), arch).config
+    assert stack_bytes(config, arch, head_dim, causal, dtype) == 0
 
 
 @needs_cuobjdump
 def test_what_is_passed_over_for_spilling_spills():
     preferences = dict(RUNG.preferences)[128]
     found = {
-        (one.config.tile_n, arch, causal): stack_bytes(one.config, arch, 128, causal)
+        (str(one.config), arch, causal): stack_bytes(one.config, arch, 128, causal)
         for one in preferences
         for arch, causal in one.spills
         if arch in ARCHITECTURES
@@ -256,8 +265,9 @@ def test_shipped_choices_are_of_this_ladder_and_compile_without_spills():
     for arch in ARCHS:
         for choice in read_choices(shipped_file(arch)):
             assert choice.arch == arch and KERNELS[choice.rung].preferences
-            KERNELS[choice.rung].check(problem(choice.head_dim, choice.causal).static, choice.config, arch)
-            assert stack_bytes(choice.config, arch, choice.head_dim, choice.causal) == 0, choice
+            case = problem(choice.head_dim, choice.causal, dtype=getattr(torch, choice.dtype))
+            KERNELS[choice.rung].check(case.static, choice.config, arch)
+            assert stack_bytes(choice.config, arch, choice.head_dim, choice.causal, case.dtype) == 0, choice
             assert math.isfinite(choice.measurement.tflops) and choice.measurement.device
 
 

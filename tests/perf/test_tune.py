@@ -32,16 +32,19 @@ CASE = Case("bf16", 1, 128, 128, 2, 2, 64, False)
 # --- candidates --------------------------------------------------------------------------------------------
 
 
+def static(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> StaticProblem:
+    return StaticProblem(dtype, head_dim, causal=False, return_lse=False)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
 def test_candidates_fit_and_differ(arch, head_dim):
-    found = candidates(RUNG, head_dim, arch)
+    found = candidates(RUNG, static(head_dim), arch)
     assert 10 < len(found) < math.prod(len(values) for values in SPACE.values())
     assert len({str(config) for config in found}) == len(found)  # records tell them apart by their text
-    static = StaticProblem(torch.bfloat16, head_dim, causal=False, return_lse=False)
     for config in found:
-        RUNG.check(static, config, arch)
-        assert smem_fits(get_arch(arch), RUNG.kernel.smem_bytes(static, config)) >= config.ctas_per_sm
+        RUNG.check(static(head_dim), config, arch)
+        assert smem_fits(get_arch(arch), RUNG.kernel.smem_bytes(static(head_dim), config)) >= config.ctas_per_sm
         assert config.num_threads // 32 * config.ctas_per_sm >= MIN_WARPS
         assert least_registers(config, head_dim) <= register_limit(config) <= 255
         assert config.layout == RUNG.config.layout and config.lazy_rescale == RUNG.config.lazy_rescale
@@ -50,29 +53,34 @@ def test_candidates_fit_and_differ(arch, head_dim):
 
 def test_candidates_that_need_no_compiling_to_be_refused():
     found = {(c.tile_m, c.tile_n, c.num_threads, c.num_stages, c.q_in_registers, c.ctas_per_sm)
-             for c in candidates(RUNG, 128, "sm_90a")}  # fmt: skip
+             for c in candidates(RUNG, static(128), "sm_90a")}  # fmt: skip
     assert (128, 64, 128, 1, False, 2) in found
     assert (128, 64, 128, 1, False, 1) not in found  # compiled alike
     assert (128, 64, 128, 2, True, 2) not in found  # O, S and Q alone are 256 registers
     assert not any(c[0] == 64 and c[2] == 256 for c in found)  # 8 rows a warp
     assert (64, 128, 128, 2, False, 1) not in found  # four warps
     small = {
-        (c.tile_n, c.num_stages) for c in candidates(RUNG, 128, "sm_86") if (c.tile_m, c.num_threads) == (128, 128)
+        (c.tile_n, c.num_stages) for c in candidates(RUNG, static(128), "sm_86") if (c.tile_m, c.num_threads) == (128, 128)
     }
     assert small == {(32, 1)}  # two CTAs of 64 KB don't fit 100
+
+
+def test_fp16_keeps_no_first_reference():
+    assert {config.first_reference for config in candidates(RUNG, static(64), "sm_90a")} == {False, True}
+    assert not any(config.first_reference for config in candidates(RUNG, static(64, torch.float16), "sm_90a"))
 
 
 def test_what_is_chosen_today_is_tried_too():
     case = Case("bf16", 1, 1024, 1024, 2, 2, 128, True)
     jobs = tune.jobs_of([(RUNG, case), (RUNG, case)], "sm_80", 1)
     assert [job[0] for job in jobs] == [case.static] * 2
-    assert [job[2] for job in jobs][1] == candidates(RUNG, 128, "sm_80")[0]
+    assert [job[2] for job in jobs][1] == candidates(RUNG, case.static, "sm_80")[0]
     assert [job[2].tile_n for job in jobs] == [32, 64]
 
 
 def test_compiled_in_other_processes(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUTE_FA_CACHE_DIR", str(tmp_path))
-    job = (CASE.static, RUNG, candidates(RUNG, 64, "sm_90a")[-1])
+    job = (CASE.static, RUNG, candidates(RUNG, CASE.static, "sm_90a")[-1])
     built = tune.compile_all([job], "sm_90a", time.monotonic() + 300, ProgressBar(1))
     assert len(list(tmp_path.glob("*.o"))) == len(list(tmp_path.glob("*.npz"))) == 1
     assert built == {job: resources_of(*job, "sm_90a")}
@@ -107,7 +115,7 @@ def test_halving_times_the_fast_ones_longest():
 @pytest.fixture
 def stand_ins(monkeypatch, tmp_path):
     """All of the command but the device: kernels that copy the right output, compiled resources, a clock."""
-    tried = candidates(RUNG, 64, "sm_90a")[:4]
+    tried = candidates(RUNG, CASE.static, "sm_90a")[:4]
     wrong, spilling, fast, _ = tried
     expected = {}
     monkeypatch.setenv("CUTE_FA_CACHE_DIR", str(tmp_path / "cache"))
@@ -162,7 +170,7 @@ def test_the_fastest_right_candidate_without_spills_is_chosen(stand_ins, tmp_pat
     assert by_config[str(fast)]["tflops"] == pytest.approx(4 * 2 * 128 * 128 * 64 / 0.5e-3 / 1e12)
     choices = {choice.key: choice for choice in read_choices(path)}
     assert len(choices) == 3  # what was measured for other problems stays
-    choice = choices[RUNG.name, "sm_90a", 64, False, 128]
+    choice = choices[RUNG.name, "sm_90a", "bfloat16", 64, False, 128]
     assert choice.config == fast and choice.measurement.runner_up == str(slow)
     assert choice.measurement.tflops > choice.measurement.runner_up_tflops > 0
     assert (choice.measurement.device, choice.measurement.versions) == ("NVIDIA Test 4090", {"torch": "2"})
