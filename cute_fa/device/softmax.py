@@ -117,9 +117,8 @@ class OnlineSoftmax:
         """Whether one of this thread's outputs or sums is infinite or NaN."""
         zero = cutlass.Float32(0.0)
         for values in (acc_O, self.row_sum):
-            for i in cutlass.range_constexpr(cute.size(values)):
-                zero = zero + values[i] * 0.0
-        return not zero == 0.0
+            zero = (values.load() * 0.0).reduce(cute.ReductionOp.ADD, zero, 0)
+        return zero != 0.0
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor):

@@ -153,7 +153,6 @@ class Sm80Pipelined(Entries):
         thr_load = load_copy.get_slice(tidx)
         tiled_mma = make_tiled_mma(dtype, self.config.num_threads // 32)
         thr_mma = tiled_mma.get_slice(tidx)
-        ldmatrix, ldmatrix_trans = make_ldmatrix_atom(dtype, False), make_ldmatrix_atom(dtype, True)
         acc_O = cute.make_rmem_tensor(thr_mma.partition_shape_C((tile_m, vo.used)), cutlass.Float32)
         acc_O.fill(0.0)
         cS = acc_as_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_m, tile_n))))
@@ -224,9 +223,10 @@ class Sm80Pipelined(Entries):
                 self.step(this, last - i, True)
         # A CTA whose queries see no key has waited for nothing yet, and O takes the place of Q.
         cute.arch.cp_async_wait_group(0)
-        if cutlass.const_expr(self.keeps_reference):
-            if any_thread(softmax.has_overflowed(acc_O), 0, self.config.num_threads):
-                self.begin_again(this, last, end)
+        if cutlass.const_expr(self.keeps_reference) and any_thread(
+            softmax.has_overflowed(acc_O), 0, self.config.num_threads
+        ):
+            self.begin_again(this, last, end)
         cute.arch.sync_threads()
 
         lse = softmax.finish(
@@ -264,9 +264,7 @@ class Sm80Pipelined(Entries):
         this.tSrQ = SmemOperand(ldmatrix, this.tiled_mma, "A", sQ, tidx, qk.used_of(tile_m))
         this.tSrK = SmemOperand(ldmatrix, this.tiled_mma, "B", sK, tidx, qk.used_of(tile_n))
         this.tOrVt = SmemOperand(ldmatrix_trans, this.tiled_mma, "B", sVt, tidx, vo.used_of(tile_n, transposed=True))
-        this.cS = acc_as_rows(
-            this.tiled_mma.get_slice(tidx).partition_C(cute.make_identity_tensor((tile_m, tile_n)))
-        )
+        this.cS = acc_as_rows(this.tiled_mma.get_slice(tidx).partition_C(cute.make_identity_tensor((tile_m, tile_n))))
 
     @cute.jit
     def start(self, this, last):

@@ -17,7 +17,6 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_fa.arch import get_arch
 from cute_fa.config import Sm90Config
-from cute_fa.device import wgmma
 from cute_fa.device.consumer import Consumer
 from cute_fa.device.query_tiles import QueryTiles
 from cute_fa.device.votes import any_thread

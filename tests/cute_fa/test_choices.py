@@ -101,7 +101,9 @@ def test_nearest_length_counts_in_ratios(seqlen, expected):
     assert nearest(choices, RUNG.name, "sm_90a", "bfloat16", 128, False, seqlen).seqlen == expected
 
 
-@pytest.mark.parametrize("change", [{"rung": "other"}, {"arch": "sm_80"}, {"dtype": "float16"}, {"head_dim": 64}, {"causal": True}])
+@pytest.mark.parametrize(
+    "change", [{"rung": "other"}, {"arch": "sm_80"}, {"dtype": "float16"}, {"head_dim": 64}, {"causal": True}]
+)
 def test_a_choice_serves_what_it_was_measured_for(change):
     key = {"rung": RUNG.name, "arch": "sm_90a", "dtype": "bfloat16", "head_dim": 128, "causal": False, "seqlen": 512}
     assert nearest([measured(512)], **key) == measured(512)

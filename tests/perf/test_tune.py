@@ -60,7 +60,9 @@ def test_candidates_that_need_no_compiling_to_be_refused():
     assert not any(c[0] == 64 and c[2] == 256 for c in found)  # 8 rows a warp
     assert (64, 128, 128, 2, False, 1) not in found  # four warps
     small = {
-        (c.tile_n, c.num_stages) for c in candidates(RUNG, static(128), "sm_86") if (c.tile_m, c.num_threads) == (128, 128)
+        (c.tile_n, c.num_stages)
+        for c in candidates(RUNG, static(128), "sm_86")
+        if (c.tile_m, c.num_threads) == (128, 128)
     }
     assert small == {(32, 1)}  # two CTAs of 64 KB don't fit 100
 
