@@ -245,14 +245,12 @@ LADDER: tuple[Rung, ...] = (
             # Under a mask a tile of 192 rows wastes more, which few keys don't make up for (crossover measured on an
             # H200 between 1024 and 2048).
             Tuned(replace(_SM90_PERSISTENT, num_stages=3), head_dim=64, causal=True, max_seqlen_q=1024),
-            # With five stages there is no room to begin a tile beside the last, which only short walks gain by.
-            Tuned(replace(_SM90_PERSISTENT, tile_m=192, num_stages=3), head_dim=64, max_seqlen_q=1024),
-            Tuned(replace(_SM90_PERSISTENT, tile_m=192, num_stages=5), head_dim=64),
+            Tuned(replace(_SM90_PERSISTENT, tile_m=192, num_stages=3), head_dim=64),
             # Fewer keys leave shared memory to O, and so the next Q need not wait for it (measured on an H200).
             Tuned(replace(_SM90_PERSISTENT, tile_n=64), head_dim=256),
             *_wide_tuned(_SM90_PERSISTENT),
         ),
-        changed="One CTA an SM takes tile after tile, long and short ones balanced, and begins the next before it has "
+        changed="One CTA an SM takes tile after tile, long and short ones balanced, and loads the next before it has "
         "stored the last. Tiles by head dimension.",
         **_HOPPER,
     ),

@@ -3,9 +3,8 @@
 - Q K^T of the next tile of keys is issued together with P V of this one, so that the softmax of the one runs
   beside the product of the other;
 - warpgroups take turns in issuing, so that one computes its softmax while another has the tensor cores;
-- where shared memory has room for a second Q and for O, the step from one tile of queries to the next is such
-  a step too, and O is stored beside the next tile's products; where it has room for a part of O alone, the next Q
-  is loaded beside this tile's end;
+- where shared memory has room for O beside Q, or for a part of it, the next tile's Q is loaded while this one ends,
+  and O is stored beside the next tile's products;
 - ``try_first``: scores are exponentiated before anyone knows their maximum (``device/lazy_softmax.py``).
 """
 
@@ -29,17 +28,14 @@ class Sm90Overlapped(Sm90WarpSpecialized):
     """The kernel for one static problem and one configuration."""
 
     @classmethod
-    def buffers(cls, static: StaticProblem, config: Sm90Config) -> tuple[int, int | None]:
-        """Two Q and all of O where a CTA that takes several tiles has room for them, else as much of O as it has."""
+    def own_columns_of_O(cls, static: StaticProblem, config: Sm90Config) -> int | None:
+        """Of a CTA that takes several tiles, as many as there is room for."""
+        if config.max_ctas is None:
+            return None
         qk, vo = padded_head_dim(static.head_dim), padded_head_dim(static.head_dim_v)
         elements = (get_arch("sm_90a").smem_per_cta - 1024) // 2 - config.num_stages * config.tile_n * (qk + vo)
-        columns = elements // config.tile_m  # for tiles of Q and O
-        if config.max_ctas is None:
-            return 1, None
-        if columns >= 2 * qk + vo:
-            return 2, vo
-        parts = (width for width in range(vo, 0, -64) if vo % width == 0 and width <= columns - qk)
-        return 1, next(parts, None)
+        room = elements // config.tile_m - qk
+        return next((width for width in range(vo, 0, -64) if vo % width == 0 and width <= room), None)
 
     @classmethod
     def check(cls, static: StaticProblem, config: Sm90Config, arch: str) -> None:
@@ -56,17 +52,13 @@ class Sm90Overlapped(Sm90WarpSpecialized):
     @cute.jit
     def consume(self, consumer: Consumer, output, tiles: QueryTiles):
         num_tiles = tiles.count()
-        carries_on = self.buffers_Q == 2  # begins the next tile before this one ends
         if consumer.index == 0:  # has the first turn
             self.pass_turn(cutlass.Int32(self.num_consumers - 1))
         number = cutlass.Int32(0)  # of the loads of K and V
         tile = tiles.tile(0, consumer.index)
-        if cutlass.const_expr(carries_on):
-            self.start_tile(consumer, consumer.index, number, tiles, tile)
         for tile_number in cutlass.range(num_tiles, unroll=1):
             q_number = tile_number * self.num_consumers + consumer.index
-            if cutlass.const_expr(not carries_on):
-                self.start_tile(consumer, q_number, number, tiles, tile)
+            self.start_tile(consumer, q_number, number, tiles, tile)
             next_tile = tile
             if tile_number + 1 < num_tiles:
                 next_tile = tiles.tile(tile_number + 1, consumer.index)
@@ -87,14 +79,11 @@ class Sm90Overlapped(Sm90WarpSpecialized):
             number += 1
             if cutlass.const_expr(self.columns_O is not None):
                 consumer.release(consumer.ring_Q, q_number)
-            if cutlass.const_expr(carries_on) and tile_number + 1 < num_tiles:
-                self.change_tile(consumer, output, q_number, number, tiles, tile, next_tile)
-            else:
-                consumer.ring_V.wait(number - 1)
-                consumer.issue_output(number - 1)
-                warpgroup.wait_group(0)
-                consumer.release(consumer.ring_V, number - 1)
-                self.store_tile(consumer, consumer.softmax, output, tiles, tile, q_number)
+            consumer.ring_V.wait(number - 1)
+            consumer.issue_output(number - 1)
+            warpgroup.wait_group(0)
+            consumer.release(consumer.ring_V, number - 1)
+            self.store_tile(consumer, output, tiles, tile, q_number)
             tile = next_tile
         cute.arch.cp_async_bulk_wait_group(0)
         if consumer.index == 0:  # nobody exits with a turn in the air
@@ -173,21 +162,3 @@ class Sm90Overlapped(Sm90WarpSpecialized):
         warpgroup.wait_group(0)
         consumer.release(consumer.ring_V, number - 1)
         consumer.round_probs(acc_S)
-
-    @cute.jit
-    def change_tile(self, consumer, output, q_number, number, tiles, tile, next_tile):
-        """The first block of the next tile beside the output of this tile's last, and the store of this tile."""
-        next_q_number = q_number + self.num_consumers
-        consumer.ring_Q.wait(next_q_number)
-        acc_S = self.issue_both(consumer, next_q_number, number)
-        consumer.release(consumer.ring_K, number)
-        tiles.change_scores(acc_S, consumer.cS, next_tile, consumer.index, 0, True)
-        finished = consumer.softmax.copy()
-        consumer.softmax.reset()
-        consumer.softmax.fold(acc_S, cute.make_rmem_tensor(2, cutlass.Float32))
-        warpgroup.wait_group(0)
-        consumer.release(consumer.ring_V, number - 1)
-        self.store_tile(consumer, finished, output, tiles, tile, q_number)
-        consumer.acc_O.fill(0.0)
-        consumer.round_probs(acc_S)
-        self.clear_tail(consumer, next_tile, number, 0)

@@ -34,7 +34,6 @@ from cute_fa.device import wgmma
 from cute_fa.device.consumer import Consumer
 from cute_fa.device.copies import row_tile
 from cute_fa.device.epilogue import store_lse
-from cute_fa.device.lazy_softmax import LazySoftmax
 from cute_fa.device.packed_schedule import PackedSchedule
 from cute_fa.device.query_tiles import QueryTile, QueryTiles
 from cute_fa.device.scores import ScoreArguments
@@ -83,16 +82,15 @@ class Sm90WarpSpecialized(Entries):
         """Shared memory of a CTA in bytes: Q, K, V, O and mbarriers."""
         qk, vo = padded_head_dim(static.head_dim), padded_head_dim(static.head_dim_v)
         num_consumers = config.tile_m // wgmma.ROWS
-        buffers_Q, columns_O = cls.buffers(static, config)
-        columns = config.tile_m * (max(qk, vo) if columns_O is None else buffers_Q * qk + columns_O)
-        columns += config.num_stages * config.tile_n * (qk + vo)
-        return columns * 2 + 2 * 8 * (num_consumers * buffers_Q + 2 * config.num_stages)
+        columns_O = cls.own_columns_of_O(static, config)
+        elements = config.tile_m * (max(qk, vo) if columns_O is None else qk + columns_O)
+        elements += config.num_stages * config.tile_n * (qk + vo)
+        return elements * 2 + 2 * 8 * (num_consumers + 2 * config.num_stages)
 
     @classmethod
-    def buffers(cls, static: StaticProblem, config: Sm90Config) -> tuple[int, int | None]:
-        """Tiles of Q in shared memory for each consumer, and how many columns of O it stores at once from a place of
-        their own; None: O takes the place of Q."""
-        return 1, None
+    def own_columns_of_O(cls, static: StaticProblem, config: Sm90Config) -> int | None:
+        """How many columns of O a consumer stores at once from a place of their own; None: O takes the place of Q."""
+        return None
 
     @classmethod
     def check(cls, static: StaticProblem, config: Sm90Config, arch: str) -> None:
@@ -116,7 +114,7 @@ class Sm90WarpSpecialized(Entries):
     def tma_tiles(cls, static: StaticProblem, config: Sm90Config) -> tuple[TileLayout, ...]:
         """Where the tiles of Q, K, V and O lie in shared memory, each a box of its tensor map for every atom across."""
         qk, vo = padded_head_dim(static.head_dim), padded_head_dim(static.head_dim_v)
-        _, columns_O = cls.buffers(static, config)
+        columns_O = cls.own_columns_of_O(static, config)
         tiles = ((wgmma.ROWS, qk), (config.tile_n, qk), (config.tile_n, vo), (wgmma.ROWS, columns_O or vo))
         return tuple(require_hardware_layout(config.layout.on(*tile)) for tile in tiles)
 
@@ -125,7 +123,7 @@ class Sm90WarpSpecialized(Entries):
         self.bounded_right = static.causal or static.features.window_right
         self.config = config
         self.num_consumers = config.tile_m // wgmma.ROWS
-        self.buffers_Q, self.columns_O = self.buffers(static, config)
+        self.columns_O = self.own_columns_of_O(static, config)
         self.qk, self.vo = HeadDim(static.head_dim), HeadDim(static.head_dim_v)
         self.layout_Q, self.layout_K, self.layout_V, self.layout_O = self.tma_tiles(static, config)
         # Whether members' queries, and keys, end before others' in the same rows of memory.
@@ -181,18 +179,17 @@ class Sm90WarpSpecialized(Entries):
                 cpasync.prefetch_descriptor(atom)
 
         smem = cutlass.memory.SmemAllocator()
-        num_tiles_Q = self.num_consumers * self.buffers_Q
         if cutlass.const_expr(self.columns_O is None):
-            sQ, sO = allocate_shared_tiles(smem, dtype, (self.layout_Q, self.layout_O), num_tiles_Q)
+            sQ, sO = allocate_shared_tiles(smem, dtype, (self.layout_Q, self.layout_O), self.num_consumers)
         else:
-            sQ = allocate_tiles(smem, dtype, self.layout_Q, num_tiles_Q)
+            sQ = allocate_tiles(smem, dtype, self.layout_Q, self.num_consumers)
         sK = allocate_tiles(smem, dtype, self.layout_K, config.num_stages)
         sV = allocate_tiles(smem, dtype, self.layout_V, config.num_stages)
         if cutlass.const_expr(self.columns_O is not None):
             sO = allocate_tiles(smem, dtype, self.layout_O, self.num_consumers)
         # Q is let go by its four warps, or by the one that has stored O from its place.
         readers_Q = 1 if self.columns_O is None else WARPS
-        ring_Q = TmaRing.allocate(smem, num_tiles_Q, tile_bytes(self.layout_Q), readers_Q)
+        ring_Q = TmaRing.allocate(smem, self.num_consumers, tile_bytes(self.layout_Q), readers_Q)
         ring_K, ring_V = (
             TmaRing.allocate(smem, config.num_stages, tile_bytes(layout), WARPS * self.num_consumers)
             for layout in (self.layout_K, self.layout_V)
@@ -281,7 +278,7 @@ class Sm90WarpSpecialized(Entries):
                 for i in cutlass.range(end_whole, tile.num_n_blocks, unroll=1):
                     self.attend_block(consumer, q_number, first + i, tiles, tile, i, True)
             first += tile.num_n_blocks
-            self.store_tile(consumer, consumer.softmax, output, tiles, tile, q_number)
+            self.store_tile(consumer, output, tiles, tile, q_number)
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
@@ -320,13 +317,11 @@ class Sm90WarpSpecialized(Entries):
                 cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=num_threads)
 
     @cute.jit
-    def store_tile(
-        self, consumer: Consumer, softmax: LazySoftmax, output, tiles: QueryTiles, tile: QueryTile, q_number
-    ):
+    def store_tile(self, consumer: Consumer, output, tiles: QueryTiles, tile: QueryTile, q_number):
         """Normalises O and stores it and the log-sum-exp."""
         mLSE = output[3]
         first_query = (tile.m_block * self.num_consumers + consumer.index) * wgmma.ROWS
-        lse = softmax.finish(consumer.acc_O, tiles.sink(tile), tiles.output_factor(tile))
+        lse = consumer.softmax.finish(consumer.acc_O, tiles.sink(tile), tiles.output_factor(tile))
         if cutlass.const_expr(mLSE is not None):
             gLSE = cute.domain_offset((first_query,), tile.member.statistics(mLSE, tile.head))
             store_lse(lse, gLSE, consumer.cS, tile.member.seqlen_q - first_query)
