@@ -17,7 +17,7 @@ from perf.profile_table import compared_rows, counter_rows, line_rows, sampled_r
 
 NOT_MEASURED = "_Not measured yet: `python -m perf all` on a GPU machine fills this in._"
 NOT_COMPILED = "_Not compiled yet: `python -m perf all` fills this in; it needs no GPU for this one._"
-FLASH, FLASH_4 = "sdpa_flash", "flash_attn_4"
+SDPA, FLASH, FLASH_4 = "sdpa", "sdpa_flash", "flash_attn_4"
 BEST_MMA_SYNC = next(rung for rung in reversed(LADDER) if rung.min_arch == (8, 0) and rung.max_rows is None)
 LADDER_CASE = {"D": 128, "S_q": 4096, "S_k": 4096, "causal": False}
 CASE_KEYS = ("S_q", "S_k", "causal")
@@ -62,6 +62,7 @@ def timing_table(what: str) -> str:
         cases: dict[tuple, dict] = {}
         for record in records:
             cases.setdefault(tuple(record[key] for key in CASE_KEYS), {})[record["name"]] = record
+        ceilings = {r["name"]: r["tflops"] for r in document["records"] if r["kind"] == "ceiling"}
         rows, ratios = [], []
         for (seqlen_q, seqlen_k, causal), by_name in cases.items():
             tflops = {name: record["tflops"] for name, record in by_name.items() if "tflops" in record}
@@ -69,6 +70,7 @@ def timing_table(what: str) -> str:
             ratios.append([
                 _quotient(tflops.get(LADDER[1].name), tflops.get(LADDER[0].name)),
                 _quotient(tflops.get(BEST_MMA_SYNC.name), tflops.get(FLASH)),
+                _quotient(tflops.get(BEST_MMA_SYNC.name), ceilings.get("mma_sync")),
                 _quotient(tflops.get(best), fastest),
                 _quotient(*(by_name.get(name, {}).get("rms_error") for name in (best, FLASH_4))),
             ])  # fmt: skip
@@ -82,11 +84,11 @@ def timing_table(what: str) -> str:
             ])  # fmt: skip
         means = [_geometric_mean(column) for column in zip(*ratios, strict=True)]
         rows.append(["mean", "geometric", *[""] * len(names), *(cell(mean, ".2f") for mean in means), "", ""])
-        headers = ["S", "mask", *names, f"{LADDER[1].name} / {LADDER[0].name}", f"{BEST_MMA_SYNC.name} / {FLASH}"]
+        headers = ["S", "mask", *names, f"{LADDER[1].name} / {LADDER[0].name}"]
+        headers += [f"{BEST_MMA_SYNC.name} / {other}" for other in (FLASH, "mma_sync")]
         headers += [f"{best} / best peer", f"{best} / {FLASH_4}, rms error", "rungs' error", "SDPA's error"]
         first = records[0]
-        ceilings = [record for record in document["records"] if record["kind"] == "ceiling"]
-        ceiling = "".join(f"; {r['name']} in the same run: {r['tflops']:.0f} TFLOP/s" for r in ceilings)
+        ceiling = "".join(f"; {name} in the same run: {value:.0f} TFLOP/s" for name, value in ceilings.items())
         case = f"TFLOP/s, {first['dtype']}, D={first['D']}, H={first['H']}, B·S={first['B'] * first['S_k']}"
         blocks.append(f"{_caption(document)}; {case}{ceiling}.\n\n{markdown_table(headers, rows, text_columns=2)}")
     return "\n\n".join(blocks) or NOT_MEASURED
@@ -105,20 +107,25 @@ def decode_table() -> str:
         rows, ratios = [], []
         for (batch, seqlen_k), by_name in cases.items():
             rates = {name: record["kv_tbps"] for name, record in by_name.items() if "kv_tbps" in record}
-            fastest = max((rates[name] for name in peers if name in rates), default=None)
-            ratios.append(_quotient(rates.get(best), fastest))
+            fastest, fastest_sdpa = (
+                max((rates[name] for name in peers if name in rates and name.startswith(kind)), default=None)
+                for kind in ("", SDPA)
+            )
+            ratios.append([_quotient(rates.get(best), fastest_sdpa), _quotient(rates.get(best), fastest)])
             rows.append([
                 str(batch),
                 str(seqlen_k),
                 *(cell(rates.get(name), ".2f") for name in (best, *peers)),
-                cell(ratios[-1], ".2f"),
+                *(cell(ratio, ".2f") for ratio in ratios[-1]),
             ])  # fmt: skip
-        rows.append(["mean", "geometric", *[""] * (1 + len(peers)), cell(_geometric_mean(ratios), ".2f")])
+        means = [_geometric_mean(column) for column in zip(*ratios, strict=True)]
+        rows.append(["mean", "geometric", *[""] * (1 + len(peers)), *(cell(mean, ".2f") for mean in means)])
         first = records[0]
         case = (
             f"TB/s of K and V, S_q=1, H={first['H']}, H_kv={first['H_kv']}, D={first['D']}, {first['dtype']}, cold L2"
         )
-        table = markdown_table(["B", "S_k", best, *peers, f"{best} / best peer"], rows, text_columns=2)
+        headers = ["B", "S_k", best, *peers, f"{best} / best SDPA", f"{best} / best peer"]
+        table = markdown_table(headers, rows, text_columns=2)
         blocks.append(f"{_caption(document)}; {case}.\n\n{table}")
     return "\n\n".join(blocks) or NOT_MEASURED
 
