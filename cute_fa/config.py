@@ -41,8 +41,8 @@ class PipelinedConfig(KernelConfig):
             every tile of keys.
         lazy_rescale: the softmax's reference follows a row's maximum only when that has risen by more than a
             threshold; else at every rise.
-        first_reference: of bf16, tiles without a mask keep the reference of those before and look for no maximum; a
-            CTA whose numbers overflow that way begins again, and looks. Without effect beside a bias or ALiBi.
+        first_reference: tiles without a mask keep the reference of those before and look for no maximum; a CTA whose
+            sums outgrow it begins again, and looks. For bf16 without a bias or ALiBi.
     """
 
     num_stages: int

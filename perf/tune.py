@@ -51,7 +51,7 @@ from perf.output import (
 from perf.resources import Resources, resources_of
 from perf.timing import Timing, time_interleaved
 
-DEFAULTS = {"head_dim": [64, 128], "seqlen": [(s, s) for s in (512, 2048, 8192)], "candidates": 32, "minutes": 5.0}
+DEFAULTS = {"head_dim": [64, 128], "seqlen": [(s, s) for s in (512, 2048, 8192)], "candidates": 32, "minutes": 10.0}
 # (How many of the fastest of the stage before, rounds of timing); None: all.
 HALVING: tuple[tuple[int | None, int], ...] = ((None, 3), (6, 6), (3, 20))
 Job = tuple[StaticProblem, Rung, PipelinedConfig]
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--candidates", type=positive_int, metavar="N", help="compile the N most promising (default: 32)"
     )
-    parser.add_argument("--minutes", type=minutes, metavar="N", help="begin nothing new after N minutes (default: 5)")
+    parser.add_argument("--minutes", type=minutes, metavar="N", help="begin nothing new after N minutes (default: 10)")
     parser.add_argument(
         "--ship", action="store_true", help="write the choices that come with the package, not those of this card"
     )

@@ -39,8 +39,8 @@ def choose(rung: Rung, problem: AttentionProblem, arch: str, layout: SmemLayout 
     """The configuration of a rung for a problem on an architecture, with the caller's layout if there is one.
 
     The first of: the nearest length measured on the problem's card; the nearest one shipped for the
-    architecture; the rule. A measured choice that can't be built is passed over, with a warning unless that is
-    due to the caller's layout.
+    architecture; the rule. A measured choice that can't be built is passed over, with a warning unless that may be
+    due to the caller's layout or to score options, which none was measured with.
     """
     static = problem.static
     head_dim = padded_head_dim(static.widest_head_dim)
@@ -57,7 +57,7 @@ def choose(rung: Rung, problem: AttentionProblem, arch: str, layout: SmemLayout 
         try:
             rung.kernel.check(static, config, arch)
         except ValueError as error:
-            if layout is None:
+            if layout is None and static.is_plain:
                 warnings.warn(f"cute_fa ignores a choice for {rung.name} in {path}: {error}", stacklevel=2)
             continue
         return Choice(config, source, found)

@@ -56,7 +56,7 @@ _SM100 = tuple((arch, causal) for arch in ("sm_100a", "sm_103a") for causal in (
 _SM120 = tuple((arch, causal) for arch in ("sm_120a", "sm_121a") for causal in (False, True))
 _Q_SPILLS = (("sm_100a", False), *_SM100[2:], ("sm_120a", True), ("sm_121a", True))
 
-# Head dimension -> preferences for the pipelined kernel, for bf16 first and then for both types. Two CTAs of four warps
+# Head dimension -> preferences for the pipelined kernel, those for bf16 first. Two CTAs of four warps
 # leave 255 registers to a thread, three leave 168.
 PIPELINED: tuple[tuple[int, tuple[Preference, ...]], ...] = (
     (

@@ -19,6 +19,8 @@ LN_2 = math.log(2.0)
 # The reference of a row without a key: finite, since exp2(-inf - (-inf)) would be NaN where exp2(-inf - NO_KEY) is
 # 0, and below every scaled score that fp32 can tell apart.
 NO_KEY = -(2.0**126)
+# Of a row whose reference lags. What has outgrown it can no more be rescaled or divided: factors below 2**-126 are 0.
+LARGEST_SUM = 2.0**64
 RESCALE_THRESHOLD = 8.0  # P stays below 2**8: far from fp16's largest, and as precise as below 1
 
 
@@ -113,12 +115,12 @@ class OnlineSoftmax:
             self.rescale(row_max, acc_O)
 
     @cute.jit
-    def has_overflowed(self, acc_O: cute.Tensor) -> cutlass.Boolean:
-        """Whether one of this thread's outputs or sums is infinite or NaN."""
-        zero = cutlass.Float32(0.0)
-        for values in (acc_O, self.row_sum):
-            zero = (values.load() * 0.0).reduce(cute.ReductionOp.ADD, zero, 0)
-        return zero != 0.0
+    def has_outgrown(self, acc_O: cute.Tensor) -> cutlass.Boolean:
+        """Whether a sum of this thread is above ``LARGEST_SUM``, or one of its outputs infinite or NaN."""
+        outgrown = (acc_O.load() * 0.0).reduce(cute.ReductionOp.ADD, cutlass.Float32(0.0), 0) != 0.0
+        for r in cutlass.range_constexpr(cute.size(self.row_sum)):
+            outgrown = outgrown | (self.row_sum[r] > LARGEST_SUM)
+        return outgrown
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor):

@@ -16,9 +16,9 @@ window only its tiles are walked, and a third loop masks those that its left edg
             P      = exp2(acc_S)              tensor cores work on the one before
             acc_O += P V
 
-With ``first_reference`` the tiles without a mask look for no maximum: any reference gives the same output while the
-numbers fit their types, and bf16 and fp32 hold 2**127. A CTA some of whose numbers didn't fit walks all tiles again,
-and looks.
+With ``first_reference`` the tiles without a mask look for no maximum: any reference gives the same output while
+exponentials and sums fit their types, and bf16 has the exponents of fp32. A CTA in which some outgrew them
+(``OnlineSoftmax.has_outgrown``) walks all tiles again, and looks.
 
 Every access to shared memory goes through tensors built from the one layout of the configuration.
 """
@@ -78,16 +78,17 @@ class Sm80Pipelined(Entries):
         if config.num_stages not in (1, 2):
             raise ValueError(f"num_stages must be 1 or 2, got {config.num_stages}")
         if config.first_reference and static.dtype != torch.bfloat16:
-            raise ValueError(f"first_reference must be False for {static.dtype}, which has too few exponents, got True")
+            raise ValueError(f"first_reference must be False for {static.dtype}, whose exponents end at 15, got True")
+        # A bias may hide all keys of the tiles that give the reference, and under ALiBi without a causal mask they are
+        # far below others as a rule.
+        if config.first_reference and (static.features.bias is not None or static.features.alibi):
+            raise ValueError("first_reference must be False with attn_bias or alibi_slopes, got True")
         for head_dim in {static.head_dim, static.head_dim_v}:
             require_tiles(config, padded_head_dim(head_dim))
         require_smem(Sm80Pipelined.smem_bytes(static, config), config, static.widest_head_dim, arch)
 
     def __init__(self, static: StaticProblem, config: PipelinedConfig):
         self.features = static.features
-        # A bias may hide all keys of the tiles that give the reference, and under ALiBi others may lie far above it.
-        added = static.features.bias is not None or static.features.alibi
-        self.keeps_reference = config.first_reference and not added
         self.bounded_right = static.causal or static.features.window_right
         self.config = config
         self.qk = HeadDim(static.head_dim)
@@ -124,7 +125,7 @@ class Sm80Pipelined(Entries):
         sequences: tuple | None,
     ):
         tile_m, tile_n, stages = self.config.tile_m, self.config.tile_n, self.config.num_stages
-        qk, vo = self.qk, self.vo
+        qk, vo, first_reference = self.qk, self.vo, self.config.first_reference
         dtype = mQ.element_type
         num_heads, num_heads_kv = mQ.shape[2], mK.shape[2]
         tidx, _, _ = cute.arch.thread_idx()
@@ -204,28 +205,29 @@ class Sm80Pipelined(Entries):
             right_edge=right_edge,
             first_block=first_block,
         )
-        self.take_place(this, tidx)
+        self.partition_tiles(this, tidx)
 
         tQcQ = thr_load.partition_S(cute.make_identity_tensor((tile_m, qk.padded)))
         copy_rows(load_copy, thr_load.partition_S(gQ), thr_load.partition_D(sQ), tQcQ, queries_left, qk.ragged)
         last = num_blocks - 1
         self.start(this, last)
         num_masked, end_whole, end = num_blocks - num_unmasked, num_blocks - first_whole, num_blocks - first_block
-        if cutlass.const_expr(self.keeps_reference):
+        if cutlass.const_expr(first_reference):
             # One tile more, which all rows see, so that all have a reference.
             num_masked = cutlass.min(num_masked + 1, end_whole)
         for i in cutlass.range(num_masked, unroll=1):
             self.step(this, last - i, True)
         for i in cutlass.range(num_masked, end_whole, unroll=1):
             self.step(this, last - i, False)
+        outgrown = cutlass.Boolean(False)
+        if cutlass.const_expr(first_reference):
+            outgrown = softmax.has_outgrown(acc_O)  # before the tiles that follow move the reference
         if cutlass.const_expr(self.features.window_left):
             for i in cutlass.range(end_whole, end, unroll=1):
                 self.step(this, last - i, True)
         # A CTA whose queries see no key has waited for nothing yet, and O takes the place of Q.
         cute.arch.cp_async_wait_group(0)
-        if cutlass.const_expr(self.keeps_reference) and any_thread(
-            softmax.has_overflowed(acc_O), 0, self.config.num_threads
-        ):
+        if cutlass.const_expr(first_reference) and any_thread(outgrown, 0, self.config.num_threads):
             self.begin_again(this, last, end)
         cute.arch.sync_threads()
 
@@ -234,7 +236,7 @@ class Sm80Pipelined(Entries):
             arguments.sinks[head] * LOG2_E if self.features.sinks else None,
             arguments.output_factors[batch, head] if self.features.descales else None,
         )
-        if cutlass.const_expr(not self.bounded_right or self.keeps_reference):
+        if cutlass.const_expr(not self.bounded_right or first_reference):
             # Here ptxas would spill the thread's place through the loops, elsewhere others if it weren't kept.
             tidx = reread_thread()
         gO = row_tile(member.queries(mO, head), m_block * tile_m, tile_m, vo.padded)
@@ -243,7 +245,7 @@ class Sm80Pipelined(Entries):
             store_lse(lse, gLSE, cS, queries_left)
         store_output(acc_O, sO, gO, tiled_mma, store_copy, tidx, queries_left, vo.ragged)
 
-    def take_place(self, this, tidx):
+    def partition_tiles(self, this, tidx):
         """What of the tiles is this thread's to load, and to multiply."""
         tile_m, tile_n, qk, vo = self.config.tile_m, self.config.tile_n, self.qk, self.vo
         (gK, gV), (sQ, sK, sV, sVt) = this.gmem, this.smem
@@ -285,7 +287,7 @@ class Sm80Pipelined(Entries):
         this.acc_O.fill(0.0)
         this.softmax.reset()
         # Nothing is kept through the first walk for the sake of this one.
-        self.take_place(this, reread_thread())
+        self.partition_tiles(this, reread_thread())
         last = recompute_from(last)
         self.start(this, last)
         for i in cutlass.range(num_blocks, unroll=1):
@@ -295,7 +297,7 @@ class Sm80Pipelined(Entries):
     def step(self, this, n_block, masked: cutlass.Constexpr):
         """One tile of keys, whose loads have been started: K, with two stages V too. Starts the next loads.
 
-        With ``keeps_reference`` a tile without a mask is held against the reference of those before.
+        With ``first_reference`` a tile without a mask is held against the reference of those before.
         """
         stages = self.config.num_stages
         stage = n_block % stages
@@ -331,7 +333,7 @@ class Sm80Pipelined(Entries):
             mask_scores(scores, this.cS, key_limits(rows, keys_left, right_edge, self.bounded_right))
             if cutlass.const_expr(self.features.window_left):
                 mask_scores_before(scores, this.cS, key_starts(rows, this.left_edge - first_key))
-        if cutlass.const_expr(masked or not self.keeps_reference):
+        if cutlass.const_expr(masked or not self.config.first_reference):
             row_max = thread_row_max(acc_S)
             if cutlass.const_expr(self.config.lazy_rescale):
                 this.softmax.rescale_if_needed(row_max, this.acc_O)

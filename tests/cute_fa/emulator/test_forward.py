@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from cute_fa.choices import choose
 from cute_fa.compiled import get_artifacts
 from cute_fa.emulator import (
-    DEFAULT_ARCH,
     EmulationError,
     EmulationTooLongError,
     TensorArg,
@@ -26,7 +23,6 @@ from cute_fa.ladder import KERNELS
 from cute_fa.problem import StaticProblem
 from layouts import CATALOG
 from tests.cases import EMULATED_KERNELS, Case, assert_close
-from tests.cute_fa.test_choices import problem
 
 HALF, BF16 = torch.float16, torch.bfloat16
 
@@ -88,27 +84,6 @@ def test_rows_that_see_no_key_give_zero(generator):
     result = emulated(case, q, k, v)
     assert not result.o[:, :140].any() and (result.lse[:, :, :140] == -torch.inf).all()
     assert result.o[:, 140:].any() and result.lse[:, :, 140:].isfinite().all()
-
-
-@pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (64, True), (128, False), (128, True)])
-def test_scores_that_outgrow_the_reference_of_the_first_tiles(head_dim, causal, generator):
-    """Only the CTAs whose numbers don't fit begin again; the others keep what they have."""
-    rung, case = KERNELS["kernel6"], Case(256, 333, head_dim, causal)
-    config = choose(rung, problem(head_dim, causal), DEFAULT_ARCH).config
-    assert config.first_reference
-    q, k, v = case.tensors("cpu", generator)
-
-    def run(k, **changes):
-        result = emulated(case, q, k, v, kernel="kernel6", config=replace(config, **changes))
-        assert_close(case, q, k, v, result.o, result.lse)
-        return sum(result.report.by_path()[path][0] for path in ("ldmatrix", "ldmatrix.trans"))
-
-    reads = run(k)
-    assert run(k, first_reference=False) == reads
-    q[:, :, 1] = 8.0 * q[:, :, 1].sign()
-    k[:, :64, 1] = 8.0 * q[:, :64, 1].sign()  # 4096 * softmax_scale above what the last keys score
-    k[:, 64:, 1] /= 64
-    assert 1.2 < run(k) / reads < 2
 
 
 def test_nan_behind_the_last_key_does_not_enter(generator):
