@@ -89,6 +89,8 @@ class Sm90Config:
         layout: where the elements of the Q, K, V and O tiles lie in shared memory.
         max_ctas: the most CTAs that are launched; each takes several tiles then. One CTA a tile when None.
         try_first: exponentiate scores before their maximum is known; see ``device/lazy_softmax.py``.
+        overlap_tiles: begin the next tile of queries beside the end of the one before, with a second Q in shared
+            memory.
     """
 
     tile_m: int
@@ -97,12 +99,19 @@ class Sm90Config:
     layout: SmemLayout
     max_ctas: int | None = None
     try_first: bool = False
+    overlap_tiles: bool = False
 
     @property
     def num_threads(self) -> int:
         """Threads of a CTA: a warpgroup for each 64 query rows, and the producer's."""
         return 2 * self.tile_m + 128
 
+    @property
+    def tiles_of_Q(self) -> int:
+        """Tiles of Q that shared memory holds for each consumer."""
+        return 2 if self.overlap_tiles else 1
+
     def __str__(self):
         ctas = f", {self.max_ctas} CTAs" if self.max_ctas else ""
-        return f"{self.tile_m}x{self.tile_n}, {self.num_stages} stages{ctas}, {self.layout.name}"
+        overlap = ", tiles overlap" if self.overlap_tiles else ""
+        return f"{self.tile_m}x{self.tile_n}, {self.num_stages} stages{ctas}{overlap}, {self.layout.name}"

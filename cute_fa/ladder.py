@@ -128,6 +128,8 @@ _HOPPER = {"min_arch": (9, 0), "max_arch": (9, 9)}
 _SM90 = Sm90Config(tile_m=128, tile_n=128, num_stages=2, layout=SWIZZLE_333)
 _SM90_TRYING = replace(_SM90, try_first=True)
 _SM90_PERSISTENT = replace(_SM90_TRYING, max_ctas=132)  # the SMs of an H100 SXM and of an H200
+# Short walks gain by it, long ones lose, as do all at head dimension 128 from 1024 keys on (measured on an H200).
+_SM90_SHORT = replace(_SM90_PERSISTENT, num_stages=3, overlap_tiles=True)
 
 
 def _wide_tuned(config: Sm90Config) -> tuple[Tuned, ...]:
@@ -244,7 +246,8 @@ LADDER: tuple[Rung, ...] = (
             Tuned(replace(_SM90_PERSISTENT, num_stages=3), head_dim=64, plain=False),
             # Under a mask a tile of 192 rows wastes more, which few keys don't make up for (crossover measured on an
             # H200 between 1024 and 2048).
-            Tuned(replace(_SM90_PERSISTENT, num_stages=3), head_dim=64, causal=True, max_seqlen_q=1024),
+            Tuned(_SM90_SHORT, head_dim=64, causal=True, max_seqlen_q=1024),
+            Tuned(replace(_SM90_SHORT, tile_m=192), head_dim=64, max_seqlen_q=1024),
             Tuned(replace(_SM90_PERSISTENT, tile_m=192, num_stages=3), head_dim=64),
             # Fewer keys leave shared memory to O, and so the next Q need not wait for it (measured on an H200).
             Tuned(replace(_SM90_PERSISTENT, tile_n=64), head_dim=256),

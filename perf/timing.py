@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 import torch
 
 WARM_UP_CALLS = 3
-COLD_READ = 12  # L2 is emptied by reading so many times its size: long enough for the host to launch what comes behind
+# L2 is emptied by reading so many times its size, again and again: half a millisecond on an H200, in which even a host
+# that is held up launches what comes behind.
+COLD_READ, COLD_READS = 12, 4
 MIN_ROUNDS, MAX_ROUNDS = 10, 200
 
 
@@ -44,7 +47,7 @@ def time_interleaved(
     flush = None
     if cold_l2:
         l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        flush = torch.zeros(COLD_READ * l2_bytes // 4, device="cuda").sum
+        flush = functools.partial(_read, torch.zeros(COLD_READ * l2_bytes // 4, device="cuda"))
     for call in calls.values():
         for _ in range(WARM_UP_CALLS):
             call()
@@ -55,6 +58,11 @@ def time_interleaved(
         repeats = int(min(MAX_ROUNDS, max(MIN_ROUNDS, 1e3 * budget_s / (2 * max(round_ms, 1e-3)))))
     rounds = [_round(calls, flush, order) for _ in range(repeats)]
     return {name: _summary([times[name] for times in rounds]) for name in calls}
+
+
+def _read(buffer: torch.Tensor) -> None:
+    for _ in range(COLD_READS):
+        buffer.sum()
 
 
 def _round(calls, flush, order: random.Random) -> dict[str, float]:

@@ -66,6 +66,13 @@ class LazySoftmax:
         self.offset.fill(self.no_key)
         self.row_sum.fill(0.0)
 
+    def copy(self) -> LazySoftmax:
+        """The present state in other registers."""
+        copy = LazySoftmax.create(self.scale_log2, self.no_key)
+        copy.offset.store(self.offset.load())
+        copy.row_sum.store(self.row_sum.load())
+        return copy
+
     def _exponentiate(self, scores: cute.Tensor, r: int, offset):
         for c in range(cute.size(scores, mode=[1])):
             scores[r, c] = cute.math.exp2(scores[r, c] * self.scale_log2 - offset, fastmath=True)

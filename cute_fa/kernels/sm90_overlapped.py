@@ -5,6 +5,7 @@
 - warpgroups take turns in issuing, so that one computes its softmax while another has the tensor cores;
 - where shared memory has room for O beside Q, or for a part of it, the next tile's Q is loaded while this one ends,
   and O is stored beside the next tile's products;
+- ``overlap_tiles``: the step from one tile of queries to the next is such a step too, which takes a second Q;
 - ``try_first``: scores are exponentiated before anyone knows their maximum (``device/lazy_softmax.py``).
 """
 
@@ -34,7 +35,7 @@ class Sm90Overlapped(Sm90WarpSpecialized):
             return None
         qk, vo = padded_head_dim(static.head_dim), padded_head_dim(static.head_dim_v)
         elements = (get_arch("sm_90a").smem_per_cta - 1024) // 2 - config.num_stages * config.tile_n * (qk + vo)
-        room = elements // config.tile_m - qk
+        room = elements // config.tile_m - config.tiles_of_Q * qk
         return next((width for width in range(vo, 0, -64) if vo % width == 0 and width <= room), None)
 
     @classmethod
@@ -56,9 +57,12 @@ class Sm90Overlapped(Sm90WarpSpecialized):
             self.pass_turn(cutlass.Int32(self.num_consumers - 1))
         number = cutlass.Int32(0)  # of the loads of K and V
         tile = tiles.tile(0, consumer.index)
+        if cutlass.const_expr(self.config.overlap_tiles):
+            self.start_tile(consumer, consumer.index, number, tiles, tile)
         for tile_number in cutlass.range(num_tiles, unroll=1):
             q_number = tile_number * self.num_consumers + consumer.index
-            self.start_tile(consumer, q_number, number, tiles, tile)
+            if cutlass.const_expr(not self.config.overlap_tiles):
+                self.start_tile(consumer, q_number, number, tiles, tile)
             next_tile = tile
             if tile_number + 1 < num_tiles:
                 next_tile = tiles.tile(tile_number + 1, consumer.index)
@@ -79,11 +83,14 @@ class Sm90Overlapped(Sm90WarpSpecialized):
             number += 1
             if cutlass.const_expr(self.columns_O is not None):
                 consumer.release(consumer.ring_Q, q_number)
-            consumer.ring_V.wait(number - 1)
-            consumer.issue_output(number - 1)
-            warpgroup.wait_group(0)
-            consumer.release(consumer.ring_V, number - 1)
-            self.store_tile(consumer, output, tiles, tile, q_number)
+            if cutlass.const_expr(self.config.overlap_tiles) and tile_number + 1 < num_tiles:
+                self.change_tile(consumer, output, q_number, number, tiles, tile, next_tile)
+            else:
+                consumer.ring_V.wait(number - 1)
+                consumer.issue_output(number - 1)
+                warpgroup.wait_group(0)
+                consumer.release(consumer.ring_V, number - 1)
+                self.store_tile(consumer, consumer.softmax, output, tiles, tile, q_number)
             tile = next_tile
         cute.arch.cp_async_bulk_wait_group(0)
         if consumer.index == 0:  # nobody exits with a turn in the air
@@ -162,3 +169,21 @@ class Sm90Overlapped(Sm90WarpSpecialized):
         warpgroup.wait_group(0)
         consumer.release(consumer.ring_V, number - 1)
         consumer.round_probs(acc_S)
+
+    @cute.jit
+    def change_tile(self, consumer, output, q_number, number, tiles, tile, next_tile):
+        """The first block of the next tile beside the output of this tile's last, and the store of this tile."""
+        next_q_number = q_number + self.num_consumers
+        consumer.ring_Q.wait(next_q_number)
+        acc_S = self.issue_both(consumer, next_q_number, number)
+        consumer.release(consumer.ring_K, number)
+        tiles.change_scores(acc_S, consumer.cS, next_tile, consumer.index, 0, True)
+        finished = consumer.softmax.copy()
+        consumer.softmax.reset()
+        consumer.softmax.fold(acc_S, cute.make_rmem_tensor(2, cutlass.Float32))
+        warpgroup.wait_group(0)
+        consumer.release(consumer.ring_V, number - 1)
+        self.store_tile(consumer, finished, output, tiles, tile, q_number)
+        consumer.acc_O.fill(0.0)
+        consumer.round_probs(acc_S)
+        self.clear_tail(consumer, next_tile, number, 0)

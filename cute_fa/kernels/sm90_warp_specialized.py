@@ -34,6 +34,7 @@ from cute_fa.device import wgmma
 from cute_fa.device.consumer import Consumer
 from cute_fa.device.copies import row_tile
 from cute_fa.device.epilogue import store_lse
+from cute_fa.device.lazy_softmax import LazySoftmax
 from cute_fa.device.packed_schedule import PackedSchedule
 from cute_fa.device.query_tiles import QueryTile, QueryTiles
 from cute_fa.device.scores import ScoreArguments
@@ -83,9 +84,9 @@ class Sm90WarpSpecialized(Entries):
         qk, vo = padded_head_dim(static.head_dim), padded_head_dim(static.head_dim_v)
         num_consumers = config.tile_m // wgmma.ROWS
         columns_O = cls.own_columns_of_O(static, config)
-        elements = config.tile_m * (max(qk, vo) if columns_O is None else qk + columns_O)
+        elements = config.tile_m * (max(qk, vo) if columns_O is None else config.tiles_of_Q * qk + columns_O)
         elements += config.num_stages * config.tile_n * (qk + vo)
-        return elements * 2 + 2 * 8 * (num_consumers + 2 * config.num_stages)
+        return elements * 2 + 2 * 8 * (num_consumers * config.tiles_of_Q + 2 * config.num_stages)
 
     @classmethod
     def own_columns_of_O(cls, static: StaticProblem, config: Sm90Config) -> int | None:
@@ -102,6 +103,8 @@ class Sm90WarpSpecialized(Entries):
             raise ValueError(f"tile_n must be a multiple of 16 from 16 to {MAX_TMA_ROWS}, got {config.tile_n}")
         if config.num_stages < 1:
             raise ValueError(f"num_stages must be at least 1, got {config.num_stages}")
+        if config.overlap_tiles and cls.own_columns_of_O(static, config) is None:
+            raise ValueError("overlap_tiles must be False where O takes the place of Q, got True")
         cls.tma_tiles(static, config)  # refuses layouts
         needed, limit = cls.smem_bytes(static, config), get_arch(arch).smem_per_cta
         if needed > limit:
@@ -179,17 +182,18 @@ class Sm90WarpSpecialized(Entries):
                 cpasync.prefetch_descriptor(atom)
 
         smem = cutlass.memory.SmemAllocator()
+        num_tiles_Q = self.num_consumers * config.tiles_of_Q
         if cutlass.const_expr(self.columns_O is None):
-            sQ, sO = allocate_shared_tiles(smem, dtype, (self.layout_Q, self.layout_O), self.num_consumers)
+            sQ, sO = allocate_shared_tiles(smem, dtype, (self.layout_Q, self.layout_O), num_tiles_Q)
         else:
-            sQ = allocate_tiles(smem, dtype, self.layout_Q, self.num_consumers)
+            sQ = allocate_tiles(smem, dtype, self.layout_Q, num_tiles_Q)
         sK = allocate_tiles(smem, dtype, self.layout_K, config.num_stages)
         sV = allocate_tiles(smem, dtype, self.layout_V, config.num_stages)
         if cutlass.const_expr(self.columns_O is not None):
             sO = allocate_tiles(smem, dtype, self.layout_O, self.num_consumers)
         # Q is let go by its four warps, or by the one that has stored O from its place.
         readers_Q = 1 if self.columns_O is None else WARPS
-        ring_Q = TmaRing.allocate(smem, self.num_consumers, tile_bytes(self.layout_Q), readers_Q)
+        ring_Q = TmaRing.allocate(smem, num_tiles_Q, tile_bytes(self.layout_Q), readers_Q)
         ring_K, ring_V = (
             TmaRing.allocate(smem, config.num_stages, tile_bytes(layout), WARPS * self.num_consumers)
             for layout in (self.layout_K, self.layout_V)
@@ -278,7 +282,7 @@ class Sm90WarpSpecialized(Entries):
                 for i in cutlass.range(end_whole, tile.num_n_blocks, unroll=1):
                     self.attend_block(consumer, q_number, first + i, tiles, tile, i, True)
             first += tile.num_n_blocks
-            self.store_tile(consumer, output, tiles, tile, q_number)
+            self.store_tile(consumer, consumer.softmax, output, tiles, tile, q_number)
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
@@ -317,11 +321,13 @@ class Sm90WarpSpecialized(Entries):
                 cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=num_threads)
 
     @cute.jit
-    def store_tile(self, consumer: Consumer, output, tiles: QueryTiles, tile: QueryTile, q_number):
+    def store_tile(
+        self, consumer: Consumer, softmax: LazySoftmax, output, tiles: QueryTiles, tile: QueryTile, q_number
+    ):
         """Normalises O and stores it and the log-sum-exp."""
         mLSE = output[3]
         first_query = (tile.m_block * self.num_consumers + consumer.index) * wgmma.ROWS
-        lse = consumer.softmax.finish(consumer.acc_O, tiles.sink(tile), tiles.output_factor(tile))
+        lse = softmax.finish(consumer.acc_O, tiles.sink(tile), tiles.output_factor(tile))
         if cutlass.const_expr(mLSE is not None):
             gLSE = cute.domain_offset((first_query,), tile.member.statistics(mLSE, tile.head))
             store_lse(lse, gLSE, consumer.cS, tile.member.seqlen_q - first_query)

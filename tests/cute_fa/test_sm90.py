@@ -56,6 +56,7 @@ def test_problems_have_their_own_tiles():
     assert select(problem(64, 2048, causal=True), "sm_90a")[1].tile_m == 192
     assert select(problem(64, 1024, causal=True), "sm_90a")[1].tile_m == 128
     assert select(problem(64, 1024), "sm_90a")[1].tile_m == 192
+    assert [select(problem(64, s), "sm_90a")[1].overlap_tiles for s in (512, 1024, 2048)] == [True, True, False]
     assert select(problem(128), "sm_90a")[1].tile_m == 128
     assert select(problem(64), "sm_90a", layout=HARDWARE_LAYOUTS[2])[1].layout == HARDWARE_LAYOUTS[2]
 
@@ -74,6 +75,10 @@ def test_problems_have_their_own_tiles():
         ({"tile_m": 256}, r"tile_m must be 64, 128 or 192 .*, got 256"),
         ({"tile_n": 72}, r"tile_n must be a multiple of 16 from 16 to 256, got 72"),
         ({"num_stages": 0}, r"num_stages must be at least 1, got 0"),
+        (
+            {"overlap_tiles": True, "max_ctas": None},
+            r"overlap_tiles must be False where O takes the place of Q, got True",
+        ),
         ({"num_stages": 5}, r"in 5 stages take \d+ bytes of shared memory at head dimension 128; sm_90a allows 232448"),
     ],
 )

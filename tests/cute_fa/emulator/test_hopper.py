@@ -56,8 +56,10 @@ MANY_TILES = {"seqlen_q": 150, "seqlen_k": 128, "batch": 2, "num_heads": 4, "num
         ("kernel10", 64, True, {"num_stages": 3}, (TAILS, ROWS_WITHOUT_KEYS)),
         ("kernel10", 128, False, {}, (TAILS,)),
         ("kernel11", 64, False, {"max_ctas": 2}, (TAILS, GROUPS, MANY_TILES)),
+        ("kernel11", 64, True, {"max_ctas": 2, "overlap_tiles": True}, (TAILS, ROWS_WITHOUT_KEYS, MANY_TILES)),
+        ("kernel11", 64, False, {"max_ctas": 2, "overlap_tiles": True, "tile_m": 192}, (TAILS, MANY_TILES)),
         ("kernel11", 128, True, {"max_ctas": 3}, (TAILS, MANY_TILES)),
-        ("kernel11", 256, True, {"max_ctas": 2}, (MANY_TILES,)),  # has no room to begin a tile beside the last
+        ("kernel11", 256, True, {"max_ctas": 2}, (MANY_TILES,)),  # has room for a part of O alone
     ],
 )
 def test_matches_reference(kernel, head_dim, causal, changes, shapes, generator):
