@@ -17,7 +17,7 @@ from perf.profile_table import compared_rows, counter_rows, line_rows, sampled_r
 
 NOT_MEASURED = "_Not measured yet: `python -m perf all` on a GPU machine fills this in._"
 NOT_COMPILED = "_Not compiled yet: `python -m perf all` fills this in; it needs no GPU for this one._"
-SDPA, FLASH, FLASH_4 = "sdpa", "sdpa_flash", "flash_attn_4"
+FLASH, FLASH_4 = "sdpa_flash", "flash_attn_4"
 BEST_MMA_SYNC = next(rung for rung in reversed(LADDER) if rung.min_arch == (8, 0) and rung.max_rows is None)
 LADDER_CASE = {"D": 128, "S_q": 4096, "S_k": 4096, "causal": False}
 CASE_KEYS = ("S_q", "S_k", "causal")
@@ -66,12 +66,11 @@ def timing_table(what: str) -> str:
         rows, ratios = [], []
         for (seqlen_q, seqlen_k, causal), by_name in cases.items():
             tflops = {name: record["tflops"] for name, record in by_name.items() if "tflops" in record}
-            fastest = max((tflops[name] for name in peers if name in tflops), default=None)
             ratios.append([
                 _quotient(tflops.get(LADDER[1].name), tflops.get(LADDER[0].name)),
                 _quotient(tflops.get(BEST_MMA_SYNC.name), tflops.get(FLASH)),
                 _quotient(tflops.get(BEST_MMA_SYNC.name), ceilings.get("mma_sync")),
-                _quotient(tflops.get(best), fastest),
+                _quotient(tflops.get(best), _largest(tflops, peers)),
                 _quotient(*(by_name.get(name, {}).get("rms_error") for name in (best, FLASH_4))),
             ])  # fmt: skip
             rows.append([
@@ -101,17 +100,14 @@ def decode_table() -> str:
         records = [record for record in document["records"] if record["kind"] != "ceiling"]
         peers = list(dict.fromkeys(record["name"] for record in records if record["kind"] == "peer"))
         best = next((record["name"] for record in records if record.get("auto")), LADDER[-1].name)
+        sdpa = [name for name in peers if name.startswith("sdpa")]
         cases: dict[tuple, dict] = {}
         for record in records:
             cases.setdefault((record["B"], record["S_k"]), {})[record["name"]] = record
         rows, ratios = [], []
         for (batch, seqlen_k), by_name in cases.items():
             rates = {name: record["kv_tbps"] for name, record in by_name.items() if "kv_tbps" in record}
-            fastest, fastest_sdpa = (
-                max((rates[name] for name in peers if name in rates and name.startswith(kind)), default=None)
-                for kind in ("", SDPA)
-            )
-            ratios.append([_quotient(rates.get(best), fastest_sdpa), _quotient(rates.get(best), fastest)])
+            ratios.append([_quotient(rates.get(best), _largest(rates, names)) for names in (sdpa, peers)])
             rows.append([
                 str(batch),
                 str(seqlen_k),
@@ -449,6 +445,10 @@ def _short(commit: str) -> str:
 
 def _quotient(top: float | None, bottom: float | None) -> float | None:
     return top / bottom if top and bottom else None
+
+
+def _largest(figures: dict[str, float], names: Sequence[str]) -> float | None:
+    return max((figures[name] for name in names if name in figures), default=None)
 
 
 def _geometric_mean(values: Sequence[float | None]) -> float | None:

@@ -38,32 +38,41 @@ def preferred(preferences: Sequence[Preference], smem_bytes: Sequence[int], arch
 
 
 def _config(
-    tile_m: int, tile_n: int, num_stages: int, q_in_registers: bool = False, ctas_per_sm: int = 2, **more
+    tile_m: int,
+    tile_n: int,
+    num_stages: int,
+    q_in_registers: bool = False,
+    ctas_per_sm: int = 2,
+    first_reference: bool = False,
 ) -> PipelinedConfig:
     return PipelinedConfig(
         tile_m, tile_n, num_threads=128, ctas_per_sm=ctas_per_sm, layout=SWIZZLE_333, num_stages=num_stages,
-        q_in_registers=q_in_registers, lazy_rescale=True, **more,
+        q_in_registers=q_in_registers, lazy_rescale=True, first_reference=first_reference,
     )  # fmt: skip
-
-
-def _keeping(*config, q_in_registers: bool = False, spills: tuple[tuple[str, bool], ...] = ()) -> Preference:
-    return Preference(_config(*config, q_in_registers=q_in_registers, first_reference=True), spills)
 
 
 # Of the families of architectures whose code needs more registers, none was run.
 _SM8X_CAUSAL = tuple((arch, True) for arch in ("sm_80", "sm_86", "sm_87", "sm_89"))
 _SM100 = tuple((arch, causal) for arch in ("sm_100a", "sm_103a") for causal in (False, True))
 _SM120 = tuple((arch, causal) for arch in ("sm_120a", "sm_121a") for causal in (False, True))
-_Q_SPILLS = (("sm_100a", False), *_SM100[2:], ("sm_120a", True), ("sm_121a", True))
 
-# Head dimension -> preferences for the pipelined kernel, those for bf16 first. Two CTAs of four warps
-# leave 255 registers to a thread, three leave 168.
+# Head dimension -> preferences for the pipelined kernel, those for bf16 first. Two CTAs of four warps leave 255
+# registers to a thread, three leave 168.
 PIPELINED: tuple[tuple[int, tuple[Preference, ...]], ...] = (
     (
         64,
         (
-            _keeping(128, 64, 2, q_in_registers=True, spills=_Q_SPILLS),  # 48 KB
-            _keeping(128, 64, 2),  # 48 KB
+            Preference(  # 48 KB
+                _config(128, 64, num_stages=2, q_in_registers=True, first_reference=True),
+                spills=(
+                    ("sm_100a", False),
+                    ("sm_103a", False),
+                    ("sm_103a", True),
+                    ("sm_120a", True),
+                    ("sm_121a", True),
+                ),
+            ),
+            Preference(_config(128, 64, num_stages=2, first_reference=True)),  # 48 KB
             Preference(  # 48 KB
                 _config(128, 64, num_stages=2, ctas_per_sm=3), spills=(("sm_80", True), ("sm_87", True), *_SM100)
             ),
@@ -73,10 +82,16 @@ PIPELINED: tuple[tuple[int, tuple[Preference, ...]], ...] = (
     (
         128,
         (
-            _keeping(128, 64, 1, spills=(*_SM8X_CAUSAL, *_SM100, *_SM120)),  # 64 KB
-            _keeping(128, 32, 2, spills=(*_SM100, *_SM120)),  # 64 KB
-            _keeping(128, 32, 1, spills=(*_SM100, *_SM120)),  # 48 KB
-            _keeping(64, 64, 1, q_in_registers=True),  # 48 KB
+            Preference(  # 64 KB
+                _config(128, 64, num_stages=1, first_reference=True), spills=(*_SM8X_CAUSAL, *_SM100, *_SM120)
+            ),
+            Preference(  # 64 KB
+                _config(128, 32, num_stages=2, first_reference=True), spills=(*_SM100, *_SM120)
+            ),
+            Preference(  # 48 KB
+                _config(128, 32, num_stages=1, first_reference=True), spills=(*_SM100, *_SM120)
+            ),
+            Preference(_config(64, 64, num_stages=1, q_in_registers=True, first_reference=True)),  # 48 KB
             Preference(  # 64 KB
                 _config(128, 64, num_stages=1),
                 spills=(("sm_80", True), ("sm_87", True), *_SM100),

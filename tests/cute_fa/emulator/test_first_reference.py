@@ -11,7 +11,7 @@ import torch
 from cute_fa.choices import choose
 from cute_fa.emulator import DEFAULT_ARCH, emulate_forward
 from cute_fa.ladder import KERNELS
-from cute_fa.problem import NO_FEATURES, ScoreFeatures, ScoreOptions, StaticProblem
+from cute_fa.problem import NO_FEATURES, NO_OPTIONS, ScoreFeatures, ScoreOptions, StaticProblem
 from cute_fa.reference import attention_reference
 from tests.cases import Case, assert_close
 from tests.cute_fa.test_choices import problem
@@ -26,12 +26,11 @@ def config(head_dim: int, causal: bool):
     return chosen
 
 
-def run(q, k, v, causal: bool, chosen, scale=None, options: ScoreOptions | None = None):
+def run(q, k, v, causal: bool, chosen, scale=None, options: ScoreOptions = NO_OPTIONS):
     """(result, wavefronts of ldmatrix)"""
-    more = {} if options is None else {"options": options}
     result = emulate_forward(
-        q, k, v, causal=causal, softmax_scale=scale, kernel=RUNG.name, config=chosen, **more
-    )  # fmt: skip
+        q, k, v, causal=causal, softmax_scale=scale, kernel=RUNG.name, config=chosen, options=options
+    )
     result.report.raise_for_faults()
     return result, sum(result.report.by_path()[path][0] for path in ("ldmatrix", "ldmatrix.trans"))
 
@@ -57,11 +56,11 @@ WINDOW = ScoreOptions(window_size=(320, -1))
 @pytest.mark.parametrize(
     ("scores", "rest", "magnitude", "options"),
     [
-        ({0: 60.0, 1: 62.0}, 0.0, 1.0, None),  # which are kept
-        ({0: 126.0, 1: 126.0}, 0.0, 1.0, None),
-        ({0: 127.0}, 0.0, 2.0**-8, None),
-        (dict.fromkeys(range(8), 126.5), 0.0, 2.0**-8, None),  # each thread's sum fits, that of four doesn't
-        ({0: 64.0}, 0.0, 2.0**64, None),  # O doesn't fit, the sum does
+        ({0: 60.0, 1: 62.0}, 0.0, 1.0, NO_OPTIONS),  # which are kept
+        ({0: 126.0, 1: 126.0}, 0.0, 1.0, NO_OPTIONS),
+        ({0: 127.0}, 0.0, 2.0**-8, NO_OPTIONS),
+        (dict.fromkeys(range(8), 126.5), 0.0, 2.0**-8, NO_OPTIONS),  # each thread's sum fits, that of four doesn't
+        ({0: 64.0}, 0.0, 2.0**64, NO_OPTIONS),  # O doesn't fit, the sum does
         ({0: 1.0}, -120.0, 1.0, ScoreOptions(sinks=torch.full((1,), 8.0 * LN_2))),
         ({0: 125.0}, 0.0, 1.0, ScoreOptions(sinks=torch.full((1,), 132.0 * LN_2))),
         ({230: 126.0, 100: 127.0}, 0.0, 1.0, WINDOW),  # key 100 in a tile that the window's edge cuts
@@ -79,8 +78,10 @@ def test_scores_near_the_end_of_the_exponents(head_dim, causal, scores, rest, ma
     q, k, v = (tensor.to(torch.bfloat16) for tensor in (q, k, v))
     assert all(k[0, key, 0, 0] == score for key, score in scores.items())
     result, _ = run(q, k, v, causal, config(head_dim, causal), LN_2, options)
-    more = {} if options is None else {"window_size": options.window_size, "sinks": options.sinks}
-    o, lse = attention_reference(q, k, v, causal=causal, softmax_scale=LN_2, dtype=torch.float64, **more)
+    o, lse = attention_reference(
+        q, k, v, causal=causal, softmax_scale=LN_2, dtype=torch.float64,
+        window_size=options.window_size, sinks=options.sinks,
+    )  # fmt: skip
     torch.testing.assert_close(result.o.double(), o, rtol=0.0, atol=0.01 * magnitude)
     torch.testing.assert_close(result.lse.double(), lse, rtol=1e-5, atol=1e-3)
 
