@@ -24,7 +24,7 @@ import torch
 
 from cute_fa.arch import arch_of_capability
 from cute_fa.choices import choose
-from cute_fa.choices.files import MeasuredChoice, Measurement, dtype_name, dumps, read_choices, shipped_file, user_file
+from cute_fa.choices.files import MeasuredChoice, Measurement, dtype_name, dumps, loads, shipped_file, user_file
 from cute_fa.compiled import compile_ahead
 from cute_fa.config import PipelinedConfig
 from cute_fa.ladder import LADDER, Rung
@@ -230,16 +230,30 @@ def chosen(
 def write_choices(path: Path, choices: list[MeasuredChoice]) -> None:
     """Puts choices into a file in place of earlier ones for the same; the others in it stay.
 
+    A file that can't be read (damaged, or of another version) is kept beside it under another name.
+
     Raises:
         ResultsNotWrittenError: the system refused.
     """
     if not choices:
         return
-    merged = {choice.key: choice for choice in (*read_choices(path), *choices)}
     try:
+        earlier = _choices_in(path)
+        merged = {choice.key: choice for choice in (*earlier, *choices)}
         results.write_whole(path, dumps(merged.values()))
     except OSError as error:
         raise ResultsNotWrittenError(f"can't write the choices to {path}: {error.strerror or error}") from error
+
+
+def _choices_in(path: Path) -> tuple[MeasuredChoice, ...]:
+    if not path.exists():
+        return ()
+    try:
+        return loads(path.read_text())
+    except ValueError as error:
+        kept = path.replace(path.with_name(f"{path.name}.{results.now().replace(':', '')}"))
+        progress(f"{path} can't be read ({error}); it is kept as {kept}")
+        return ()
 
 
 def _is_default(args: argparse.Namespace) -> bool:

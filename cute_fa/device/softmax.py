@@ -78,11 +78,10 @@ class OnlineSoftmax:
     @staticmethod
     def start(num_rows: int, scale_log2: cutlass.Float32) -> OnlineSoftmax:
         """Before the first key: reference ``NO_KEY``, sum 0."""
-        row_ref = cute.make_rmem_tensor(num_rows, cutlass.Float32)
-        row_sum = cute.make_rmem_tensor(num_rows, cutlass.Float32)
-        row_ref.fill(NO_KEY)
-        row_sum.fill(0.0)
-        return OnlineSoftmax(scale_log2, row_ref, row_sum)
+        row_ref, row_sum = (cute.make_rmem_tensor(num_rows, cutlass.Float32) for _ in range(2))
+        softmax = OnlineSoftmax(scale_log2, row_ref, row_sum)
+        softmax.reset()
+        return softmax
 
     def reset(self):
         """As before the first key."""

@@ -14,7 +14,7 @@ from cute_fa.compiled import combine_name, get_artifacts, kernel_name
 from cute_fa.config import KernelConfig, Sm90Config
 from cute_fa.device.scores import ScoreArguments
 from cute_fa.device.softmax import LOG2_E
-from cute_fa.emulator.launch import TensorArg, emulate
+from cute_fa.emulator.launch import TensorArg, divisor_args, emulate
 from cute_fa.emulator.parse import only_entry
 from cute_fa.emulator.report import EmulationError, EmulationReport
 from cute_fa.emulator.tensor_map import TensorMapArg
@@ -175,7 +175,8 @@ def run_forward(
         num_ctas *= num_splits
         floats = rung.kernel.workspace_floats(batch, seqlen_q, num_heads, head_dim, num_splits)
         workspace = TensorArg("workspace", np.full(floats, np.nan, np.float32), dynamic_shape=(0,))
-        splitting = [workspace, np.int32(num_splits)]
+        group = num_heads // num_heads_kv
+        splitting = [workspace, *divisor_args(-(-seqlen_q * group // config.tile_m), num_splits, num_heads_kv, group)]
     report = emulate(
         only_entry(ptx, kernel_name(rung)),
         (num_ctas, 1, 1),
@@ -190,7 +191,7 @@ def run_forward(
             only_entry(ptx, combine_name(rung)),
             (batch * num_heads * seqlen_q, 1, 1),
             (rung.kernel.COMBINE_THREADS, 1, 1),
-            [*args[3:], *splitting],
+            [*args[3:], workspace, np.int32(num_splits), *divisor_args(seqlen_q, num_heads)],
             rung.kernel.combine_smem_bytes(head_dim),
             check=check,
         )

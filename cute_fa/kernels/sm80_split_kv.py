@@ -19,6 +19,7 @@ A second kernel merges the splits: o = sum_i 2^(lse_i - lse) o_i (Flash-Decoding
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -44,8 +45,27 @@ from layouts.cute_adapter import to_cute
 WARP = 32
 ROWS = 16  # of a tile of queries: one m16n8k16 high
 MERGE_PAD = 8  # floats behind each row of the warps' O: 8-byte stores of a quarter-warp then meet all banks
-COMBINE_AHEAD = 4  # splits whose O a thread of the second kernel loads at once
+COMBINE_AHEAD = 2  # splits whose O a thread of the second kernel loads at once
 MIN_TILES = 2  # of keys for each warp of a split
+
+
+class Divisors(NamedTuple):
+    """By what a CTA divides its index, and a packed row (``group``), to find its work.
+
+    The host prepares them: a division by any other run-time value takes more than 100 cycles, in which nothing loads.
+    """
+
+    num_m_blocks: cute.FastDivmodDivisorV2
+    num_splits: cute.FastDivmodDivisorV2
+    num_heads_kv: cute.FastDivmodDivisorV2
+    group: cute.FastDivmodDivisorV2
+
+
+class RowDivisors(NamedTuple):
+    """By what a CTA of the second kernel divides its index."""
+
+    seqlen_q: cute.FastDivmodDivisorV2
+    num_heads: cute.FastDivmodDivisorV2
 
 
 def vector_copy(src: cute.Tensor, dst: cute.Tensor):
@@ -58,7 +78,7 @@ def vector_copy(src: cute.Tensor, dst: cute.Tensor):
 class Sm80SplitKV:
     """The kernels for one static problem and one configuration."""
 
-    COMBINE_THREADS = 128
+    COMBINE_THREADS = 256
     head_dims = (64, 128)
     geometry = frozenset({"caches", "pages"})
     score_options: frozenset[str] = frozenset()
@@ -154,8 +174,10 @@ class Sm80SplitKV:
         """
         batch, seqlen_q, num_heads, _ = mQ.shape
         num_heads_kv = mK.shape[2]
-        num_m_blocks = cute.ceil_div(seqlen_q * (num_heads // num_heads_kv), ROWS)
-        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E, workspace, num_splits, sequences).launch(
+        group = num_heads // num_heads_kv
+        num_m_blocks = cute.ceil_div(seqlen_q * group, ROWS)
+        divisors = Divisors(*map(cute.fast_divmod_create_divisor_v2, (num_m_blocks, num_splits, num_heads_kv, group)))
+        self.kernel(mQ, mK, mV, mO, mLSE, softmax_scale * LOG2_E, workspace, divisors, sequences).launch(
             grid=(num_m_blocks * num_splits * num_heads_kv * batch, 1, 1),
             block=(self.config.num_threads, 1, 1),
             stream=stream,
@@ -163,7 +185,8 @@ class Sm80SplitKV:
             preferred_smem_carveout=100,  # per cent: all of L1 that can be shared memory
         )
         if num_splits > 1:
-            self.combine(mO, mLSE, workspace, num_splits).launch(
+            row_divisors = RowDivisors(*map(cute.fast_divmod_create_divisor_v2, (seqlen_q, num_heads)))
+            self.combine(mO, mLSE, workspace, num_splits, row_divisors).launch(
                 grid=(batch * num_heads * seqlen_q, 1, 1),
                 block=(self.COMBINE_THREADS, 1, 1),
                 stream=stream,
@@ -180,23 +203,21 @@ class Sm80SplitKV:
         mLSE: cute.Tensor | None,
         scale_log2: cutlass.Float32,
         workspace: cute.Tensor,
-        num_splits: cutlass.Int32,
+        divisors: Divisors,
         sequences: tuple | None,
     ):
         tile_n, head_dim, stages, num_warps = self.config.tile_n, self.head_dim, self.config.num_stages, self.num_warps
         dtype = mQ.element_type
-        num_rows_all, seqlen_q, num_heads = mQ.shape[0] * mQ.shape[1] * mQ.shape[2], mQ.shape[1], mQ.shape[2]
-        num_heads_kv = mK.shape[2]
-        group = num_heads // num_heads_kv
+        seqlen_q, num_heads = mQ.shape[1], mQ.shape[2]
+        num_splits, group = divisors.num_splits.divisor, divisors.group
         tidx, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
         cta, _, _ = cute.arch.block_idx()
-        num_m_blocks = cute.ceil_div(seqlen_q * group, ROWS)
-        first_row = cta % num_m_blocks * ROWS
-        split = cta // num_m_blocks % num_splits
-        head_kv = cta // num_m_blocks // num_splits % num_heads_kv
-        batch = cta // num_m_blocks // num_splits // num_heads_kv
-        rows_left = seqlen_q * group - first_row
+        rest, m_block = divmod(cta, divisors.num_m_blocks)
+        rest, split = divmod(rest, divisors.num_splits)
+        batch, head_kv = divmod(rest, divisors.num_heads_kv)
+        first_row = m_block * ROWS
+        rows_left = seqlen_q * group.divisor - first_row
         member = Member.find(batch, mQ.shape, mK.shape, sequences)
         seqlen_k = member.seqlen_k
         if cutlass.const_expr(self.config.early_combine):
@@ -238,7 +259,7 @@ class Sm80SplitKV:
 
         # This split's tiles are [first_tile, end_tile); this warp takes every num_warps-th of them.
         num_tiles = cute.ceil_div(seqlen_k, tile_n)
-        tiles_of_split = cute.ceil_div(num_tiles, num_splits)
+        tiles_of_split = (num_tiles + num_splits - 1) // divisors.num_splits
         first_tile = split * tiles_of_split + warp
         end_tile = cutlass.min(num_tiles, (split + 1) * tiles_of_split)
         end_key = cutlass.min(seqlen_k, end_tile * tile_n)
@@ -300,10 +321,10 @@ class Sm80SplitKV:
             output[r, None] = output[r, None].load() * factor
             if warp == 0 and lane % 4 == 0 and rows[r] < rows_left:
                 lse = row_ref + cute.math.log2(row_sum, fastmath=True)
-                position, head = positions[r], head_kv * group + (first_row + rows[r]) % group
+                position, head = positions[r], head_kv * group.divisor + (first_row + rows[r]) % group
                 if num_splits > 1:
-                    row = (batch * num_heads + head) * seqlen_q + position
-                    workspace[num_splits * num_rows_all * head_dim + split * num_rows_all + row] = lse
+                    _, lse_parts = self.parts(workspace, mQ.shape, num_splits)
+                    lse_parts[split, (batch * num_heads + head) * seqlen_q + position] = lse
                 if cutlass.const_expr(mLSE is not None):
                     lse = lse * LN_2
                     if num_splits == 1:
@@ -345,7 +366,8 @@ class Sm80SplitKV:
             row = tQcQ[0, m, 0][0]
             if row < ROWS:  # with many threads some have no row
                 packed = cutlass.min(row, rows_left - 1) + first_row
-                query = mQ[batch, packed // group, head_kv * group + packed % group, None]
+                position, head_of_group = divmod(packed, group)
+                query = mQ[batch, position, head_kv * group.divisor + head_of_group, None]
                 for k in cutlass.range_constexpr(cute.size(tQcQ, mode=[2])):
                     vector = gmem_vector(query, tQcQ[0, m, k][1], cute.size(tQcQ, mode=[0]))
                     pred = cute.make_rmem_tensor(1, cutlass.Boolean)
@@ -359,7 +381,6 @@ class Sm80SplitKV:
         threads_per_row = self.head_dim // 4
         col = tidx % threads_per_row * 4
         num_heads, seqlen_q = mO.shape[2], mO.shape[1]
-        num_rows_all = mO.shape[0] * num_heads * seqlen_q
         rows_at_once = self.config.num_threads // threads_per_row
         for i in cutlass.range_constexpr(ROWS // rows_at_once):
             row = tidx // threads_per_row + i * rows_at_once
@@ -371,27 +392,40 @@ class Sm80SplitKV:
                     offset = row * (self.head_dim + MERGE_PAD) + col + w * ROWS * (self.head_dim + MERGE_PAD)
                     vector_copy(cute.make_tensor((sO.iterator + offset).align(16), cute.make_layout(4)), part)
                     total.store(total.load() + part.load())
-                position, head = (first_row + row) // group, head_kv * group + (first_row + row) % group
+                position, head_of_group = divmod(first_row + row, group)
+                head = head_kv * group.divisor + head_of_group
                 if num_splits > 1:
-                    target_row = cutlass.Int64(split) * num_rows_all + (batch * num_heads + head) * seqlen_q + position
-                    vector_copy(total, gmem_vector(workspace, target_row * self.head_dim + col, 4))
+                    o_parts, _ = self.parts(workspace, mO.shape, num_splits)
+                    part_row = o_parts[None, split, (batch * num_heads + head) * seqlen_q + position]
+                    vector_copy(total, gmem_vector(part_row, col, 4))
                 else:
                     rounded = cute.make_rmem_tensor(4, mO.element_type)
                     rounded.store(total.load().to(mO.element_type))
                     vector_copy(rounded, gmem_vector(mO[batch, position, head, None], col, 4))
 
+    def parts(self, workspace, shape, num_splits):
+        """The splits' O (D, splits, rows) and log-sum-exp (splits, rows), in log2, of all B * H * S_q rows."""
+        num_rows = shape[0] * shape[1] * shape[2]
+        row_stride = cutlass.Int64(num_splits) * self.head_dim
+        o_layout = cute.make_layout((self.head_dim, num_splits, num_rows), stride=(1, self.head_dim, row_stride))
+        lse_layout = cute.make_layout((num_splits, num_rows), stride=(1, num_splits))
+        lse_iterator = workspace.iterator + row_stride * num_rows
+        return cute.make_tensor(workspace.iterator, o_layout), cute.make_tensor(lse_iterator, lse_layout)
+
     @cute.kernel
-    def combine(self, mO: cute.Tensor, mLSE: cute.Tensor | None, workspace: cute.Tensor, num_splits: cutlass.Int32):
+    def combine(
+        self,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor | None,
+        workspace: cute.Tensor,
+        num_splits: cutlass.Int32,
+        divisors: RowDivisors,
+    ):
         """Merges the splits of one row: o = sum_i 2^(lse_i - lse) o_i, lse = log2 sum_i 2^lse_i."""
-        if cutlass.const_expr(self.config.early_combine):
-            cute.arch.griddepcontrol_wait()
         tidx, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         head_dim = self.head_dim
-        seqlen_q, num_heads = mO.shape[1], mO.shape[2]
-        num_rows_all = mO.shape[0] * num_heads * seqlen_q
-        position, head, batch = row % seqlen_q, row // seqlen_q % num_heads, row // seqlen_q // num_heads
-        first_lse = cutlass.Int64(num_splits) * num_rows_all * head_dim + row
+        o_parts, lse_parts = self.parts(workspace, mO.shape, num_splits)
 
         # Groups of threads merge the splits that are theirs, each thread 4 columns; then the groups are merged.
         threads_per_row = head_dim // 4
@@ -404,6 +438,8 @@ class Sm80SplitKV:
         row_ref, row_sum = cutlass.Float32(NO_KEY), cutlass.Float32(0.0)
         total = cute.make_rmem_tensor(4, cutlass.Float32)
         total.fill(0.0)
+        if cutlass.const_expr(self.config.early_combine):
+            cute.arch.griddepcontrol_wait()
         for first in cutlass.range(group, num_splits, COMBINE_AHEAD * num_groups, unroll=1):
             lses = cute.make_rmem_tensor(COMBINE_AHEAD, cutlass.Float32)
             parts = cute.make_rmem_tensor((4, COMBINE_AHEAD), cutlass.Float32)
@@ -412,9 +448,8 @@ class Sm80SplitKV:
             for ahead in cutlass.range_constexpr(COMBINE_AHEAD):
                 split = first + ahead * num_groups
                 if split < num_splits:
-                    index = cutlass.Int64(split) * num_rows_all
-                    lses[ahead] = workspace[first_lse + index]
-                    vector_copy(gmem_vector(workspace, (index + row) * head_dim + col, 4), parts[None, ahead])
+                    lses[ahead] = lse_parts[split, row]
+                    vector_copy(gmem_vector(o_parts[None, split, row], col, 4), parts[None, ahead])
             before = row_ref
             for ahead in cutlass.range_constexpr(COMBINE_AHEAD):
                 row_ref = cute.arch.fmax(row_ref, lses[ahead])
@@ -445,6 +480,8 @@ class Sm80SplitKV:
             inverse = 0.0 if row_sum == 0.0 else cute.arch.rcp_approx(row_sum)
             rounded = cute.make_rmem_tensor(4, mO.element_type)
             rounded.store((total.load() * inverse).to(mO.element_type))
+            rest, position = divmod(row, divisors.seqlen_q)
+            batch, head = divmod(rest, divisors.num_heads)
             vector_copy(rounded, gmem_vector(mO[batch, position, head, None], col, 4))
             if cutlass.const_expr(mLSE is not None):
                 lse = (row_ref + cute.math.log2(row_sum, fastmath=True)) * LN_2

@@ -200,6 +200,17 @@ def test_choices_that_cannot_be_written_are_a_line(tmp_path):
         tune.write_choices(tmp_path / "file" / "x.json", [measured(512)])
 
 
+@pytest.mark.parametrize("text", ["{", '{"choices": [{"rung": "kernel6"}]}', "\udcff"])
+def test_a_file_that_cannot_be_read_is_kept(text, tmp_path, capsys):
+    path = tmp_path / "card.json"
+    path.write_text(text, errors="surrogateescape")
+    tune.write_choices(path, [measured(512)])
+    assert read_choices(path) == (measured(512),)
+    (kept,) = set(tmp_path.iterdir()) - {path}
+    assert kept.read_text(errors="surrogateescape") == text
+    assert f"{path} can't be read" in (said := capsys.readouterr().err) and str(kept) in said
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [(["--candidates", "0"], "--candidates"), (["--minutes", "0"], "--minutes"), (["--head-dim", "65"], "--head-dim")],

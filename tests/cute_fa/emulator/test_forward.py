@@ -19,6 +19,7 @@ from cute_fa.emulator import (
     emulated_launch,
     estimate_seconds,
 )
+from cute_fa.emulator.launch import divisor_args
 from cute_fa.ladder import KERNELS
 from cute_fa.problem import StaticProblem
 from layouts import CATALOG
@@ -63,6 +64,29 @@ def test_other_architectures(arch, generator):
     for kernel in ("kernel2", "kernel6", "kernel7"):
         result = emulated(case, q, k, v, arch=arch, kernel=kernel)
         assert_close(case, q, k, v, result.o, result.lse)
+
+
+def test_splits_of_heads_and_rows_that_are_no_powers_of_two(generator):
+    """Of the packed rows, 35 of each head of K and V, the last tile has 3; the keys are in 4 parts."""
+    case = Case(5, 1000, 64, causal=True, batch=3, num_heads=21, num_heads_kv=3)
+    q, k, v = case.tensors("cpu", generator)
+    result = emulated(case, q, k, v, kernel="kernel7")
+    assert result.report.num_ctas == 3 * 3 * 3 * 4 + 3 * 21 * 5  # those that split, and one a row that merge
+    assert_close(case, q, k, v, result.o, result.lse)
+
+
+def test_divisors_divide():
+    divisors = [1, 2, 3, 5, 7, 16, 21, 132, 1000, 2**16 - 1, 2**16 + 1, 2**30 + 1, 2**31 - 1]
+    near = (d * times - less for d in divisors for times in (1, 5) for less in (1, 0))
+    numbers = [2**31 - 1, *(number for number in near if number < 2**31)]
+    args = divisor_args(*divisors)
+    assert args[1::2] == divisors
+    for fields, divisor in zip(args[::2], divisors, strict=True):
+        assert fields.nbytes == 12 and fields["divisor"] == divisor
+        multiplier, (first, second, *_) = int(fields["multiplier"]), map(int, fields["shifts"])
+        for n in numbers:
+            high = n * multiplier >> 32
+            assert (high + (n - high >> first)) >> second == n // divisor
 
 
 def test_strided_views(generator):
