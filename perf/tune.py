@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -242,16 +243,17 @@ def write_choices(path: Path, choices: list[MeasuredChoice]) -> None:
         merged = {choice.key: choice for choice in (*earlier, *choices)}
         results.write_whole(path, dumps(merged.values()))
     except OSError as error:
-        raise ResultsNotWrittenError(f"can't write the choices to {path}: {error.strerror or error}") from error
+        raise ResultsNotWrittenError(f"can't write the choices to {path}: {error}") from error
 
 
 def _choices_in(path: Path) -> tuple[MeasuredChoice, ...]:
-    if not path.exists():
-        return ()
     try:
         return loads(path.read_text())
-    except ValueError as error:
-        kept = path.replace(path.with_name(f"{path.name}.{results.now().replace(':', '')}"))
+    except FileNotFoundError:
+        return ()
+    except (ValueError, RecursionError) as error:
+        names = (path.with_name(f"{path.name}.unread{number or ''}") for number in itertools.count())
+        kept = path.replace(next(name for name in names if not name.exists()))
         progress(f"{path} can't be read ({error}); it is kept as {kept}")
         return ()
 

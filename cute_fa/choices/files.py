@@ -96,7 +96,7 @@ def read_choices(path: Path) -> tuple[MeasuredChoice, ...]:
 def _read(path: Path, _mtime_ns: int, _size: int) -> tuple[MeasuredChoice, ...]:
     try:
         return loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         warnings.warn(f"cute_fa ignores the measured choices in {path}: {error}", stacklevel=2)
         return ()
 

@@ -51,18 +51,24 @@ class TensorArg:
         return packed.tobytes()
 
 
-def divisor_args(*divisors: int) -> list[np.ndarray | np.generic]:
-    """The parameters of a kernel that takes each of these as a ``cute.FastDivmodDivisorV2``.
+_DIVISOR = np.dtype(
+    [("divisor", np.uint32), ("multiplier", np.uint32), ("shift1", np.uint8), ("shift2", np.uint8)], align=True
+)
 
-    A quotient is ((n - t >> s1) + t) >> s2 with t the upper half of n * m, for a divisor of l bits
-    m = floor(2^32 (2^l - d) / d) + 1, s1 = min(l, 1), s2 = max(l - 1, 0) (Granlund and Montgomery, 1994, figure 4.1).
+
+def divisor_args(*divisors: int) -> list[np.ndarray | np.generic]:
+    """The parameters of a kernel that takes each of these as a ``cute.FastDivmodDivisorV2``: two for each divisor d.
+
+    The first is a structure of d, m and two shifts, by which a quotient is ((n - t >> s1) + t) >> s2 with t the upper
+    half of n * m: with l = ceil(log2 d), m = floor(2^32 (2^l - d) / d) + 1, s1 = min(l, 1), s2 = max(l - 1, 0)
+    (Granlund and Montgomery, 1994, figure 4.1). The second is d.
     """
     args = []
     for divisor in divisors:
         bits = (divisor - 1).bit_length()
         multiplier = (2**32 * (2**bits - divisor)) // divisor + 1
-        fields = np.dtype([("divisor", np.uint32), ("multiplier", np.uint32), ("shifts", np.uint8, 4)])
-        args += [np.array((divisor, multiplier, (min(bits, 1), max(bits - 1, 0), 0, 0)), fields), np.int32(divisor)]
+        fields = (divisor, multiplier, min(bits, 1), max(bits - 1, 0))
+        args += [np.array(fields, _DIVISOR), np.int32(divisor)]
     return args
 
 

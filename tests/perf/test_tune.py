@@ -209,6 +209,9 @@ def test_a_file_that_cannot_be_read_is_kept(text, tmp_path, capsys):
     (kept,) = set(tmp_path.iterdir()) - {path}
     assert kept.read_text(errors="surrogateescape") == text
     assert f"{path} can't be read" in (said := capsys.readouterr().err) and str(kept) in said
+    path.write_text("[")
+    tune.write_choices(path, [measured(512)])
+    assert kept.read_text(errors="surrogateescape") == text and len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_divisors_divide():
     assert args[1::2] == divisors
     for fields, divisor in zip(args[::2], divisors, strict=True):
         assert fields.nbytes == 12 and fields["divisor"] == divisor
-        multiplier, (first, second, *_) = int(fields["multiplier"]), map(int, fields["shifts"])
+        multiplier, first, second = (int(fields[name]) for name in ("multiplier", "shift1", "shift2"))
         for n in numbers:
             high = n * multiplier >> 32
             assert (high + (n - high >> first)) >> second == n // divisor
