@@ -239,11 +239,10 @@ def write_choices(path: Path, choices: list[MeasuredChoice]) -> None:
     if not choices:
         return
     try:
-        earlier = _choices_in(path)
-        merged = {choice.key: choice for choice in (*earlier, *choices)}
+        merged = {choice.key: choice for choice in (*_choices_in(path), *choices)}
         results.write_whole(path, dumps(merged.values()))
     except OSError as error:
-        raise ResultsNotWrittenError(f"can't write the choices to {path}: {error}") from error
+        raise ResultsNotWrittenError(f"can't write the choices to {path}: {error.strerror or error}") from error
 
 
 def _choices_in(path: Path) -> tuple[MeasuredChoice, ...]:

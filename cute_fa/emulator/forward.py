@@ -176,7 +176,8 @@ def run_forward(
         floats = rung.kernel.workspace_floats(batch, seqlen_q, num_heads, head_dim, num_splits)
         workspace = TensorArg("workspace", np.full(floats, np.nan, np.float32), dynamic_shape=(0,))
         group = num_heads // num_heads_kv
-        splitting = [workspace, *divisor_args(-(-seqlen_q * group // config.tile_m), num_splits, num_heads_kv, group)]
+        tiles_of_group = rung.kernel.num_ctas(1, seqlen_q, group, 1)
+        splitting = [workspace, *divisor_args(tiles_of_group, num_splits, num_heads_kv, group)]
     report = emulate(
         only_entry(ptx, kernel_name(rung)),
         (num_ctas, 1, 1),
